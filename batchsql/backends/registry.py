@@ -1,0 +1,64 @@
+"""Which providers there are, what they accept, and how their backends are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchsql.backends import local
+from batchsql.backends.base import StreamBackend
+from batchsql.backends.params import Params, check_values
+from batchsql.errors import Mistake, SpecError
+from batchsql.types import ModelRef
+
+Opener = Callable[[ModelRef, Mapping[str, Any], Path], StreamBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class _Provider:
+    opener: Opener
+    params: Params
+
+
+# A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
+_PROVIDERS: dict[str, _Provider] = {"local": _Provider(local.open_local, local.PARAMS)}
+
+
+def register(provider: str, opener: Opener, params: Params) -> None:
+    """Make a provider known, or replace it. For plugins and tests."""
+    _PROVIDERS[provider] = _Provider(opener, params)
+
+
+def known_providers() -> tuple[str, ...]:
+    """Return the names that may stand before the slash of a model, sorted."""
+    return tuple(sorted(_PROVIDERS))
+
+
+def check_params(provider: str, params: Mapping[str, Any]) -> list[Mistake]:
+    """Return a mistake for each parameter that the provider does not know or accept."""
+    if provider not in _PROVIDERS:
+        return [_unknown(provider)]
+    return check_values(params, _PROVIDERS[provider].params, "params")
+
+
+def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> StreamBackend:
+    """Return the backend that answers for a model.
+
+    Raises:
+        SpecError: the provider is unknown, or an engine option is.
+        MissingExtraError: a package that the provider needs is not installed.
+        SystemicError: the model cannot be found.
+    """
+    if model.provider not in _PROVIDERS:
+        raise SpecError(f"model {model}", [_unknown(model.provider)])
+    return _PROVIDERS[model.provider].opener(model, engine, project_root)
+
+
+def _unknown(provider: str) -> Mistake:
+    known = ", ".join(known_providers())
+    message = (
+        f"the provider {provider!r} is not known; known: {known}. Write the model as provider/name"
+    )
+    return Mistake("model", message)

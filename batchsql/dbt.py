@@ -1,0 +1,508 @@
+"""Every line that touches dbt's insides: the plugin, the adapter's methods, the connections.
+
+Tried with dbt-core 1.10 and 1.11. The plugin interface is called experimental by dbt, so all of it
+stays in this module. Nothing heavy is imported before a project is seen to have an llm model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dbt.adapters.base.impl import BaseAdapter
+from dbt.adapters.contracts.connection import AdapterResponse
+from dbt.adapters.events.logging import AdapterLogger
+from dbt.flags import get_flags
+from dbt.plugins.manager import dbt_hook, dbtPlugin
+from dbt_common.events.base_types import EventLevel
+from dbt_common.events.functions import fire_event
+from dbt_common.events.types import Note
+from dbt_common.exceptions import DbtRuntimeError
+
+from batchsql.errors import BatchsqlError, Mistake, SpecError, WarehouseError
+from batchsql.version import __version__
+
+if TYPE_CHECKING:
+    from batchsql.declare.spec import Declaration
+    from batchsql.runner import Counts, EnrichmentRun, RunContext
+    from batchsql.warehouse.base import Dialect, Source, Warehouse
+    from batchsql.warehouse.ledger import Ledger
+
+MATERIALIZATION = "llm"
+VAR = "batchsql"
+DEFAULT_LEDGER_SUFFIX = "_batchsql"
+
+STOP = threading.Event()
+"""Set when the process is asked to stop, so that runs in dbt's worker threads end by themselves."""
+
+_logger = AdapterLogger("batchsql")  # for the log file; what people read is a dbt note
+_runs: dict[str, _OpenRun] = {}
+
+
+@dataclass
+class EnrichmentResponse(AdapterResponse):  # type: ignore[misc]
+    """What ``run_results.json`` says of an llm model, beside dbt's own fields."""
+
+    rows: int = 0
+    new: int = 0
+    reused: int = 0
+    duplicates: int = 0
+    ok: int = 0
+    pending: int = 0
+    failed: int = 0
+    requests_sent: int = 0
+    requests_ok: int = 0
+    requests_failed: int = 0
+    requests_borrowed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass
+class _OpenRun:
+    """A run between its two calls from the materialization, with what must be closed after it."""
+
+    run: EnrichmentRun
+    close: Callable[[], None]
+
+
+# --- the plugin -----------------------------------------------------------------------------------
+
+
+class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
+    """Adds the adapter methods, and checks every llm model's declaration right after parsing."""
+
+    def initialize(self) -> None:
+        for name, method, at_parse in (
+            ("batchsql_enrich", _enrich, None),
+            ("batchsql_finish", _finish, None),
+        ):
+            setattr(BaseAdapter, name, method)
+            for adapter in _all_adapters(BaseAdapter):
+                adapter._available_ = adapter._available_ | {name}
+                adapter._parse_replacements_[name] = _nothing_at_parse(at_parse)
+
+    @dbt_hook  # type: ignore[untyped-decorator]
+    def get_manifest_artifacts(self, manifest: Any) -> dict[str, Any]:
+        """Check all declarations at once and mark models whose prompt file changed."""
+        nodes = [node for node in manifest.nodes.values() if is_llm_model(node)]
+        if nodes:
+            _check_declarations(nodes)
+            _listen_for_stop()
+        return {}
+
+
+def _all_adapters(root: type) -> Iterator[type]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _all_adapters(child)
+
+
+def _nothing_at_parse(value: object) -> Callable[..., object]:
+    return lambda *args, **kwargs: value
+
+
+def is_llm_model(node: Any) -> bool:
+    """Return whether a manifest node is a model with ``materialized='llm'``."""
+    return node.resource_type == "model" and node.config.materialized == MATERIALIZATION
+
+
+def _check_declarations(nodes: list[Any]) -> None:
+    flags = get_flags()
+    project_dir = Path(flags.PROJECT_DIR)
+    variables = getattr(flags, "VARS", None) or {}
+    problems = []
+    for node in nodes:
+        try:
+            declaration = read_declaration(
+                node, _project_root(node, project_dir), variables.get(VAR)
+            )
+        except SpecError as error:
+            problems.append(str(error))
+            continue
+        from batchsql.declare.keys import digest
+
+        # dbt compares this with the state's manifest under --select state:modified.
+        node.unrendered_config["batchsql_prompt_sha256"] = digest(declaration.template.encode())
+        for interruption in declaration.prompt.interrupts():
+            _logger.debug(f"{node.name}: {_describe_interruption(interruption)}")
+    if problems:
+        raise DbtRuntimeError("\n".join(problems))
+
+
+def _describe_interruption(interruption: Any) -> str:
+    return (
+        f"the column {interruption.name} on line {interruption.line} of the prompt comes before "
+        f"{interruption.static_chars:,} characters that are the same for every row; moved to the "
+        "end, they could be shared between requests"
+    )
+
+
+def _project_root(node: Any, project_dir: Path, packages_dir: str = "dbt_packages") -> Path:
+    """Return the directory of the project or package that a node belongs to."""
+    package = project_dir / packages_dir / str(node.package_name)
+    return package if package.is_dir() else project_dir
+
+
+def read_declaration(node: Any, project_root: Path, overrides: object) -> Declaration:
+    """Read the declaration of an llm model.
+
+    Raises:
+        SpecError: with every mistake found.
+    """
+    from batchsql.backends.registry import check_model
+    from batchsql.declare.spec import parse_declaration
+
+    meta = node.config.meta or {}
+    mistakes = []
+    if "macro.dbt.is_incremental" in node.depends_on.macros:
+        mistakes.append(
+            Mistake(
+                "is_incremental()",
+                "is always false in an llm model, so its filter would be ignored; write "
+                "batchsql.is_incremental()",
+            )
+        )
+    return parse_declaration(
+        str(node.name),
+        meta.get("llm"),
+        defaults=meta.get("llm_defaults"),
+        overrides=overrides,
+        unique_key=node.config.unique_key,
+        project_root=project_root,
+        check_model=check_model,
+        more_mistakes=mistakes,
+    )
+
+
+def _listen_for_stop() -> None:
+    """Let Ctrl-C and SIGTERM reach runs in worker threads, then go on as before."""
+    STOP.clear()
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+        if getattr(before, "is_batchsql", False):
+            continue
+
+        def handle(signum: int, frame: Any, before: Any = before) -> None:
+            STOP.set()
+            if callable(before):
+                before(signum, frame)
+            else:
+                raise KeyboardInterrupt
+
+        handle.is_batchsql = True  # type: ignore[attr-defined]
+        signal.signal(number, handle)
+
+
+# --- the adapter's methods ------------------------------------------------------------------------
+
+
+def _enrich(
+    self: Any,
+    model: Mapping[str, Any],
+    sql: str,
+    *,
+    macros_version: str,
+    invocation_id: str,
+    existing: Any = None,
+    is_empty: bool = False,
+) -> dict[str, Any]:
+    """Answer what is new for an llm model, and say what dbt is to build.
+
+    Returns:
+        ``run_id``, ``sql`` (the SELECT of the finished table) and ``incremental`` (whether to merge
+        it into ``existing`` instead of replacing it).
+    """
+    with _as_dbt_error(model["name"]):
+        if macros_version != __version__:
+            raise BatchsqlError(
+                f"the macros of the batchsql package have version {macros_version}, the installed "
+                f"batchsql has {__version__}; install the same version of both, then run dbt deps"
+            )
+        node = _Node.of(model)
+        variables = {**self.config.vars.to_dict(), **(self.config.cli_vars or {})}
+        declaration = read_declaration(node, _root_of(self, node), variables.get(VAR))
+        is_incremental = declaration.incremental and existing is not None
+        context, close = open_context(
+            self, declaration, enrichment=str(model["unique_id"]), invocation_id=invocation_id,
+            project_root=_root_of(self, node), column_types=node.column_types,
+        )  # fmt: skip
+        from batchsql.runner import EnrichmentRun
+
+        run = EnrichmentRun(declaration, context)
+        select_sql = sql.rstrip().rstrip(";")
+        if is_empty:
+            run.check(select_sql)
+            close()
+            return {"run_id": None, "sql": run.empty_sql(select_sql), "incremental": is_incremental}
+        try:
+            run_enrichment(run, select_sql, existing.render() if is_incremental else None)
+        except BaseException:
+            close()
+            raise
+        _runs[run.run_id] = _OpenRun(run, close)
+        return {"run_id": run.run_id, "sql": run.build_sql(), "incremental": is_incremental}
+
+
+def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> None:
+    """Take a run from the SELECT to answers that add up; on any error close it and say why."""
+    source = run.context.source
+    try:
+        run.prepare(select_sql, target)
+        run.record()
+        counts = run.counts
+        if counts.requests_wanted:
+            run.context.info(
+                f"{counts.rows:,} rows: {counts.reused:,} answered before, {counts.new:,} new with "
+                f"{counts.requests_wanted:,} requests to send"
+            )
+            source.release()
+            try:
+                run.ship()
+            finally:
+                source.resume()
+        run.reconcile()
+    except BaseException as error:
+        # The first error is the one to tell, whatever else fails while closing.
+        with contextlib.suppress(Exception):
+            run.finish(str(error) or type(error).__name__)
+        raise
+
+
+def _finish(self: Any, run_id: str | None, model: Mapping[str, Any]) -> EnrichmentResponse:
+    """Close a run after its table is built; return what dbt is to report of it."""
+    with _as_dbt_error(model["name"]):
+        if run_id is None:
+            return EnrichmentResponse(_message="LLM (nothing sent: --empty)")
+        open_run = _runs.pop(run_id)
+        try:
+            open_run.run.finish()
+        finally:
+            open_run.close()
+        return _response(open_run.run.counts)
+
+
+def _response(counts: Counts) -> EnrichmentResponse:
+    parts = [f"{counts.rows:,} rows", f"{counts.requests_sent:,} requests"]
+    parts += [
+        f"{value:,} {name}"
+        for name, value in (("pending", counts.pending), ("failed", counts.failed))
+        if value
+    ]
+    return EnrichmentResponse(
+        _message=f"LLM {', '.join(parts)}",
+        rows_affected=counts.rows,
+        rows=counts.rows,
+        new=counts.new,
+        reused=counts.reused,
+        duplicates=counts.duplicates,
+        ok=counts.ok,
+        pending=counts.pending,
+        failed=counts.failed,
+        requests_sent=counts.requests_sent,
+        requests_ok=counts.requests_ok,
+        requests_failed=counts.requests_failed,
+        requests_borrowed=counts.requests_borrowed,
+        input_tokens=counts.input_tokens,
+        output_tokens=counts.output_tokens,
+        cached_tokens=counts.cached_tokens,
+    )
+
+
+@contextlib.contextmanager
+def _as_dbt_error(name: str) -> Iterator[None]:
+    """Turn our errors into dbt's, which prints them without a stack trace."""
+    try:
+        yield
+    except DbtRuntimeError:
+        raise
+    except BatchsqlError as error:
+        message = str(error)
+        prefix = "" if message.startswith(name) else f"{name}: "
+        raise DbtRuntimeError(f"{prefix}{message}") from error
+    except Exception as error:
+        _logger.debug(traceback.format_exc())
+        raise DbtRuntimeError(
+            f"{name}: {type(error).__name__}: {error}; dbt's log file holds the details"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """The parts of a model's dict, as the materialization has it, that look like a manifest node."""
+
+    name: str
+    package_name: str
+    config: Any
+    depends_on: Any
+    column_types: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> _Node:
+        config = model["config"]
+        return cls(
+            name=model["name"],
+            package_name=model["package_name"],
+            config=_Fields(meta=config.get("meta"), unique_key=config.get("unique_key")),
+            depends_on=_Fields(macros=model["depends_on"]["macros"]),
+            column_types={
+                name: column["data_type"]
+                for name, column in model["columns"].items()
+                if column.get("data_type")
+            },
+        )
+
+
+class _Fields:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def _root_of(adapter: Any, node: Any) -> Path:
+    config = adapter.config
+    if node.package_name == config.project_name:
+        return Path(config.project_root)
+    return _project_root(node, Path(config.project_root), config.packages_install_path)
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+def open_context(
+    adapter: Any,
+    declaration: Declaration,
+    *,
+    enrichment: str,
+    invocation_id: str,
+    project_root: Path,
+    column_types: Mapping[str, str],
+) -> tuple[RunContext, Callable[[], None]]:
+    """Open what a run needs on a dbt adapter; return it and the function that closes it.
+
+    Raises:
+        WarehouseError: there is no support for this adapter.
+    """
+    from batchsql.backends.registry import open_backend
+    from batchsql.runner import RunContext
+    from batchsql.warehouse.ledger import Ledger
+
+    source, warehouse, dialect = open_connections(adapter)
+    credentials = adapter.connections.profile.credentials
+
+    def tell(level: EventLevel, message: str) -> None:
+        fire_event(Note(msg=f"{declaration.subject}: {message}"), level=level)
+
+    context = RunContext(
+        source=source,
+        warehouse=warehouse,
+        dialect=dialect,
+        ledger=open_ledger(warehouse, credentials.schema, declaration.ledger_schema),
+        open_backend=lambda d: open_backend(d.model, d.engine, project_root),
+        open_ledger=lambda schema: Ledger(warehouse, schema),
+        enrichment=enrichment,
+        invocation_id=invocation_id,
+        stop=STOP,
+        info=lambda message: tell(EventLevel.INFO, message),
+        warn=lambda message: tell(EventLevel.WARN, message),
+        column_types=column_types,
+    )
+    return context, warehouse.close
+
+
+def open_ledger(warehouse: Warehouse, target_schema: str, ledger_schema: str | None) -> Ledger:
+    """Return the ledger of a target: in a schema of its own, or prefixed in the target's."""
+    from batchsql.warehouse.ledger import Ledger
+
+    schema = ledger_schema or f"{target_schema}{DEFAULT_LEDGER_SUFFIX}"
+    return Ledger(warehouse, schema, "batchsql_" if schema == target_schema else "")
+
+
+def open_connections(adapter: Any) -> tuple[Source, Warehouse, Dialect]:
+    """Open dbt's connection as a source and one of our own for the ledger.
+
+    Raises:
+        WarehouseError: there is no support for this adapter.
+    """
+    kind = adapter.type()
+    if kind == "duckdb":
+        return _open_duckdb(adapter)
+    if kind == "postgres":
+        return _open_postgres(adapter)
+    raise WarehouseError(
+        f"the adapter {kind} is not supported; batchsql works on duckdb and postgres"
+    )
+
+
+def _query(adapter: Any) -> Callable[[str], Any]:
+    """Run SQL on dbt's connection the way dbt does, so that its log shows it."""
+    return lambda sql: adapter.connections.add_query(sql, auto_begin=False)[1]
+
+
+def _commit(adapter: Any) -> None:
+    connection = adapter.connections.get_thread_connection()
+    if connection.transaction_open:
+        adapter.connections.commit()
+    else:  # the driver may have begun a transaction that dbt does not know of
+        commit = getattr(connection.handle, "commit", None)
+        if commit is not None:
+            commit()
+
+
+def _open_duckdb(adapter: Any) -> tuple[Source, Warehouse, Dialect]:
+    from batchsql.warehouse.duckdb import DuckDBDialect, DuckDBSource, DuckDBWarehouse
+
+    adapter.execute("select 1")  # dbt opens its connection, and so the environment, lazily
+    environment = type(adapter.connections).env()
+    handle = environment.handle()
+    database = adapter.connections.profile.credentials.database
+    source = DuckDBSource(
+        query=_query(adapter),
+        cursor=lambda: adapter.connections.get_thread_connection().handle.cursor(),
+        commit=lambda: _commit(adapter),
+    )
+    return source, DuckDBWarehouse(handle.cursor(), database, handle.close), DuckDBDialect()
+
+
+def _open_postgres(adapter: Any) -> tuple[Source, Warehouse, Dialect]:
+    from batchsql.warehouse.postgres import (
+        PostgresDialect,
+        PostgresSource,
+        PostgresWarehouse,
+        connect_adbc,
+    )
+
+    connections = adapter.connections
+    credentials = connections.profile.credentials
+    name = connections.get_thread_connection().name
+    conninfo = _postgres_conninfo(connections.get_thread_connection().handle, credentials)
+
+    def connect() -> Any:
+        return connect_adbc(conninfo, credentials.role)
+
+    source = PostgresSource(
+        query=_query(adapter),
+        commit=lambda: _commit(adapter),
+        release=adapter.release_connection,
+        resume=lambda: adapter.acquire_connection(name),
+        connect=connect,
+    )
+    return source, PostgresWarehouse(connect, credentials.database), PostgresDialect()
+
+
+def _postgres_conninfo(handle: Any, credentials: Any) -> str:
+    """Return a connection string for what dbt's own connection uses, all options included."""
+    import psycopg2.extensions
+
+    parameters = dict(handle.get_dsn_parameters())
+    parameters["password"] = credentials.password
+    known = {key: value for key, value in parameters.items() if value not in (None, "")}
+    return str(psycopg2.extensions.make_dsn(**known))

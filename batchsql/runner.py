@@ -1,0 +1,805 @@
+"""One run of one enrichment: evaluate, diff, record, ship, validate, reconcile, build.
+
+The order of durable steps, and what a death between two of them costs:
+
+1. the candidate is stored: nothing, it is a table of this run;
+2. new items and their requests are recorded, batch by batch: the next run goes on from there;
+3. requests are claimed in a shard under a lease: the lease runs out and the claims are freed;
+4. the model answers: what was not flushed yet, at most one flush interval, is asked again;
+5. answers are written, with their attempts, in one transaction that also frees the claims;
+6. the table is built by dbt, from the candidate and the answers: the next run builds it, asking
+   nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from batchsql.backends.base import StreamBackend
+from batchsql.declare.keys import (
+    KEY_RECIPE,
+    RequestKeyer,
+    asked_json,
+    canonical_json,
+    messages_json,
+    spec_version,
+)
+from batchsql.declare.prompt import BoundPrompt, RenderError
+from batchsql.declare.spec import Declaration, check_columns
+from batchsql.errors import BatchsqlError, DataError, Mistake, ReconciliationError, SpecError
+from batchsql.types import Call, Completion, Outcome, Request, Usage
+from batchsql.validate.structure import AnswerValidator
+from batchsql.warehouse.base import (
+    Column,
+    ColumnSql,
+    Dialect,
+    Source,
+    UnsupportedColumnTypeError,
+    Warehouse,
+    column_values,
+    item_key_sql,
+    literal,
+    quote,
+)
+from batchsql.warehouse.ledger import (
+    PROCESS,
+    Attempt,
+    Claim,
+    Ledger,
+    Shard,
+    SpecRow,
+    iter_positions,
+    relation_name,
+)
+
+ITEM_KEY = "__batchsql_item_key"
+REQUEST_KEY = "__batchsql_request_key"
+OUTPUT = "__batchsql_output"
+STATUS_COLUMN = "llm_status"
+REQUEST_COLUMN = "llm_request_id"
+
+RECORD_BATCH_ROWS = 20_000
+MAX_TRANSIENT_FAILURES = 10
+"""A request whose every try fails for no fault of its own ends somewhere too."""
+
+PROGRESS_SECONDS = 5.0
+WAIT_SECONDS = 0.5
+"""How often a run looks whether another one has answered what both want."""
+
+
+class StoppedError(BatchsqlError):
+    """The run was asked to stop. What was answered until then is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a run saw and did. Rows first, then requests; every number names its kind."""
+
+    rows: int = 0
+    new: int = 0
+    reused: int = 0
+    duplicates: int = 0
+    ok: int = 0
+    pending: int = 0
+    failed: int = 0
+    requests_wanted: int = 0
+    requests_sent: int = 0
+    requests_ok: int = 0
+    requests_failed: int = 0
+    requests_borrowed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the requests of a run are."""
+
+    done: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.done / self.seconds if self.seconds else 0.0
+        share = f"{100 * self.done // self.total} %" if self.total else "100 %"
+        text = f"{self.done:,} of {self.total:,} requests ({share}), {rate:.1f}/s"
+        if not rate or self.done >= self.total:
+            return text
+        return f"{text}, {format_seconds((self.total - self.done) / rate)} left"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Where a run happens: the connections, the ledger's place, and who is told what."""
+
+    source: Source
+    warehouse: Warehouse
+    dialect: Dialect
+    ledger: Ledger
+    open_backend: Callable[[Declaration], StreamBackend]
+    open_ledger: Callable[[str], Ledger]
+    enrichment: str
+    invocation_id: str
+    stop: Event
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+    column_types: Mapping[str, str] = field(default_factory=dict)
+    """The user's own type for an answer column, by name."""
+
+
+@dataclass
+class _Shipping:
+    """What a pass over the wanted requests holds in memory: open claims and finished tries."""
+
+    claims: dict[str, tuple[str, Claim]] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    finished: list[Attempt] = field(default_factory=list)
+    flushed_at: float = field(default_factory=time.monotonic)
+    renewed_at: float = field(default_factory=time.monotonic)
+    handled: int = 0
+
+
+class EnrichmentRun:
+    """A run of one enrichment. Call ``prepare``, ``record``, ``ship``, ``reconcile`` in this order.
+
+    Then build the table from ``build_sql`` and call ``finish``. ``plan`` stops after ``record``.
+    """
+
+    def __init__(self, declaration: Declaration, context: RunContext) -> None:
+        self.declaration = declaration
+        self.context = context
+        self.run_id = str(uuid.uuid4())
+        self.counts = Counts()
+        self.columns: list[Column] = []
+        self._owner = f"{PROCESS}:{self.run_id}"
+        self._started_at = time.monotonic()
+        self._backend: StreamBackend | None = None
+        self._bound: BoundPrompt | None = None
+        self._inputs: dict[str, ColumnSql] = {}
+        self._spec_version = ""
+        self._identity: Mapping[str, Any] = {}
+        self._all_known = False
+        self._tries_written = 0
+        self._first_tries = 0
+
+    # --- evaluate -----------------------------------------------------------------------------
+
+    @property
+    def candidate(self) -> str:
+        """The quoted name of this run's candidate table."""
+        name = f"candidate_{self.run_id.replace('-', '')}"
+        if self.context.warehouse.dialect == "duckdb":
+            return quote(f"batchsql_{name}", "duckdb")
+        return self.context.ledger.relation(name)
+
+    def check(self, select_sql: str) -> None:
+        """Look at the columns of the model's SELECT and bind the declaration to them.
+
+        Raises:
+            SpecError: with every mistake that needs the columns to be seen.
+        """
+        declaration = self.declaration
+        self.columns = self.context.source.describe(select_sql)
+        # Sorted, so that a prompt which takes the whole row sees one order of columns.
+        self._bound = check_columns(declaration, sorted(column.name for column in self.columns))
+        by_name = {column.name: column for column in self.columns}
+        mistakes = []
+        for name in self._bound.inputs:
+            try:
+                self._inputs[name] = self.context.dialect.input_sql(by_name[name])
+            except UnsupportedColumnTypeError as error:
+                mistakes.append(Mistake(f"column {name}", str(error)))
+        if mistakes:
+            raise SpecError(declaration.subject, mistakes)
+
+    def prepare(self, select_sql: str, target: str | None = None) -> None:
+        """Evaluate the SELECT once into the candidate, with its keys and the answers known so far.
+
+        Args:
+            select_sql: the model's SELECT.
+            target: for an incremental run, the table to merge into: its rows without an answer join
+                the candidate, though the SELECT no longer returns them.
+
+        Raises:
+            SpecError: the declaration does not fit the columns.
+            DataError: the unique key is not unique, or NULL.
+            WarehouseError: the ledger cannot be made or is newer than this batchsql.
+        """
+        context = self.context
+        if not self.columns:
+            self.check(select_sql)
+        declaration = self.declaration
+        self._backend = context.open_backend(declaration)
+        self._identity = self._backend.identity()
+        context.ledger.migrate()
+        bound = self._bound_prompt
+        self._spec_version = spec_version(
+            model=declaration.model,
+            template=declaration.template,
+            params=declaration.params,
+            returns=declaration.returns,
+            normalize=declaration.normalize.value,
+            identity=self._identity,
+        )
+        context.ledger.write_spec(
+            SpecRow(
+                spec_version=self._spec_version,
+                key_recipe=KEY_RECIPE,
+                model=str(declaration.model),
+                template=declaration.template,
+                params=canonical_json(declaration.params).decode(),
+                returns=orjson.dumps(asked_json(declaration.returns)).decode(),
+                normalize=declaration.normalize.value,
+                identity=canonical_json(self._identity).decode(),
+                prefix=messages_json(bound.prefix).decode(),
+            )
+        )
+        context.ledger.begin_run(
+            self.run_id, context.enrichment, self._spec_version, context.invocation_id
+        )
+        context.source.create_candidate(self.candidate, self._candidate_sql(select_sql, target))
+        self._count_candidate()
+
+    @property
+    def _bound_prompt(self) -> BoundPrompt:
+        if self._bound is None:
+            raise RuntimeError("check or prepare comes first")
+        return self._bound
+
+    def _quote(self, name: str) -> str:
+        return quote(name, self.context.dialect.name)
+
+    def _candidate_sql(self, select_sql: str, target: str | None) -> str:
+        names = self.context.ledger.relation
+        rows = f"(\n{select_sql}\n)"
+        head = ""
+        if target is not None:
+            columns = ", ".join(self._quote(column.name) for column in self.columns)
+            same = " and ".join(
+                f"p.{self._quote(key)} = t.{self._quote(key)}" for key in self._unique_key_columns()
+            )
+            head = f"with picked as materialized (\n{select_sql}\n)\n"
+            rows = (
+                f"(select {columns} from picked union all select {columns} from {target} t "
+                f"where t.{STATUS_COLUMN} <> 'ok' "
+                f"and not exists (select 1 from picked p where {same}))"
+            )
+        # What a template calls an input is the key's label, so a renamed alias changes nothing else.
+        key = item_key_sql(
+            self.context.dialect, self._spec_version, list(self._inputs.items())
+        )
+        return (
+            f"{head}select q.*, k.request_key as {REQUEST_KEY}, r.output as {OUTPUT}\n"
+            f"from (select s.*, {key} as {ITEM_KEY} from {rows} s) q\n"
+            f"left join {names('items')} k on k.item_key = q.{ITEM_KEY}\n"
+            f"left join {names('results')} r on r.request_key = k.request_key "
+            "and r.state = 'accepted'"
+        )
+
+    def _unique_key_columns(self) -> list[str]:
+        by_name = {column.name: column.name for column in self.columns}
+        folded = {column.name.casefold(): column.name for column in self.columns}
+        return [by_name.get(key) or folded[key.casefold()] for key in self.declaration.unique_key]
+
+    def _count_candidate(self) -> None:
+        rows, answered = self.context.source.fetch(
+            f"select count(*), count({OUTPUT}) from {self.candidate}"
+        )[0]
+        self._all_known = rows == answered
+        self.counts = replace(
+            self.counts, rows=int(rows), reused=int(answered), new=int(rows) - int(answered)
+        )
+        self._check_unique_key()
+
+    def _check_unique_key(self) -> None:
+        keys = self._unique_key_columns()
+        if not keys:
+            return
+        quoted = ", ".join(self._quote(key) for key in keys)
+        label = ", ".join(keys)
+        is_null = " or ".join(f"{self._quote(key)} is null" for key in keys)
+        fetch = self.context.source.fetch
+        nulls = fetch(f"select count(*) from {self.candidate} where {is_null}")[0][0]
+        if nulls:
+            raise DataError(
+                f"{self.declaration.subject}: the unique key {label} is NULL in {nulls:,} rows; "
+                "filter them out in the model or choose another unique_key"
+            )
+        if len(keys) == 1:
+            distinct = fetch(f"select count(distinct {quoted}) from {self.candidate}")[0][0]
+            if distinct == self.counts.rows:
+                return
+        repeated = fetch(
+            f"select {quoted}, count(*) from {self.candidate} group by {quoted} "
+            f"having count(*) > 1 order by {quoted} limit 5"
+        )
+        if repeated:
+            shown = "; ".join(
+                f"{', '.join(str(value) for value in row[:-1])} ({row[-1]} times)"
+                for row in repeated
+            )
+            raise DataError(
+                f"{self.declaration.subject}: the unique key {label} is not unique, for example "
+                f"{shown}; remove the duplicates in the model or choose another unique_key"
+            )
+
+    # --- diff and record ----------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Render what is new, record it, and list the requests that are wanted.
+
+        Raises:
+            DataError: the prompt cannot be rendered for a row, which is named.
+        """
+        if self._all_known:
+            return
+        context = self.context
+        for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
+            items, requests = self._render_batch(batch)
+            context.ledger.write_items(self._spec_version, items, requests)
+        context.ledger.load_todo(
+            iter_positions(context.source.stream(self._wanted_sql(), 100_000))
+        )
+        wanted = context.ledger.count_todo()
+        unanswered = context.source.fetch(
+            f"select count(*) from {self.candidate} where {OUTPUT} is null"
+        )[0][0]
+        left = context.ledger.trim_todo()
+        self.counts = replace(
+            self.counts, requests_wanted=left, duplicates=int(unanswered) - wanted
+        )
+
+    def _new_items_sql(self) -> str:
+        text = "varchar" if self.context.dialect.name == "duckdb" else "text"
+        inputs = "".join(
+            f", {sql.value} as i{number}" for number, sql in enumerate(self._inputs.values())
+        )
+        keys = "".join(
+            f", {self._quote(key)}::{text} as k{number}"
+            for number, key in enumerate(self._unique_key_columns())
+        )
+        return (
+            f"select {ITEM_KEY}::{text} as item_key{inputs}{keys} from {self.candidate} "
+            f"where {REQUEST_KEY} is null"
+        )
+
+    def _render_batch(self, batch: pa.RecordBatch) -> tuple[pa.Table, pa.Table]:
+        bound = self._bound_prompt
+        keyer = RequestKeyer(
+            self.declaration.model,
+            self.declaration.params,
+            self.declaration.returns,
+            self._identity,
+            bound.prefix,
+        )
+        item_keys = batch.column(0).to_pylist()
+        forms = [sql.form for sql in self._inputs.values()]
+        values = [column_values(batch.column(1 + n), form) for n, form in enumerate(forms)]
+        first_key = 1 + len(forms)
+        unique = [batch.column(n).to_pylist() for n in range(first_key, batch.num_columns)]
+        uniques: Iterator[tuple[Any, ...]] = zip(*unique, strict=True) if unique else iter(())
+        rows: Iterator[tuple[Any, ...]] = zip(*values, strict=True)
+        items: dict[str, tuple[str, str | None]] = {}
+        requests: dict[str, str] = {}
+        for item_key, row in zip(item_keys, rows, strict=True):
+            names = next(uniques, None)
+            if item_key in items:
+                continue
+            shown = _show_unique_key(names)
+            try:
+                suffix = messages_json(bound.render_suffix(row))
+            except RenderError as error:
+                where = f" of the row {shown}" if shown else ""
+                raise DataError(
+                    f"{self.declaration.subject}: the prompt cannot be rendered{where}: {error}; "
+                    "mend the template or the row, nothing was sent"
+                ) from error
+            request_key = keyer.key(suffix)
+            items[item_key] = (request_key, shown)
+            requests[request_key] = suffix.decode()
+        return (
+            pa.table(
+                {
+                    "item_key": pa.array(list(items), pa.string()),
+                    "request_key": pa.array([key for key, _ in items.values()], pa.string()),
+                    "unique_key": pa.array([shown for _, shown in items.values()], pa.string()),
+                }
+            ),
+            pa.table(
+                {
+                    "request_key": pa.array(list(requests), pa.string()),
+                    "messages": pa.array(list(requests.values()), pa.string()),
+                }
+            ),
+        )
+
+    def _wanted_sql(self) -> str:
+        """Select the requests without an answer, equal beginnings side by side."""
+        text = "varchar" if self.context.dialect.name == "duckdb" else "text"
+        order = ", ".join(f"min(left({sql.key_text}, 200))" for sql in self._inputs.values())
+        return (
+            f"select coalesce(c.{REQUEST_KEY}, k.request_key)::{text} as request_key "
+            f"from {self.candidate} c left join {self.context.ledger.relation('items')} k "
+            f"on c.{REQUEST_KEY} is null and k.item_key = c.{ITEM_KEY} "
+            f"where c.{OUTPUT} is null group by 1 order by {order}, 1"
+        )
+
+    # --- ship ---------------------------------------------------------------------------------
+
+    def ship(self) -> None:
+        """Send what is wanted, write the answers as they come, until nothing more can be done.
+
+        Raises:
+            SystemicError: the backend refuses everything; what was answered before is kept.
+            StoppedError: ``stop`` was set; what was answered before is kept.
+        """
+        if self._all_known:
+            return
+        context = self.context
+        self._borrow()
+        waiting_said = False
+        idle = 0
+        while left := context.ledger.trim_todo():
+            self._raise_if_stopped()
+            freed = context.ledger.free_lost_shards()
+            if freed:
+                context.info(f"took over {freed} shards of runs that ended without finishing them")
+            if self._limit_left() == 0:
+                context.info(
+                    f"limit {self.declaration.limit} reached; {left:,} requests stay pending"
+                )
+                return
+            sent_before = self._tries_written
+            self._ship_pass(left)
+            if self._tries_written > sent_before:
+                idle = 0
+                continue
+            elsewhere = context.ledger.count_claimed_elsewhere()
+            if elsewhere and not waiting_said:
+                context.info(f"waiting for {elsewhere:,} requests that another run is answering")
+                waiting_said = True
+            idle = 0 if elsewhere else idle + 1
+            if idle > 20:
+                raise ReconciliationError(
+                    f"{self.declaration.subject}: {left:,} requests are wanted, but can neither be "
+                    "claimed nor are they claimed elsewhere; run batchsql status and report this"
+                )
+            context.stop.wait(WAIT_SECONDS)
+
+    def _borrow(self) -> None:
+        borrowed = 0
+        for name in self.declaration.read_from:
+            borrowed += self.context.ledger.borrow(self.context.open_ledger(name), self.run_id)
+        if borrowed:
+            self.context.info(f"{borrowed:,} answers copied from {', '.join(self.declaration.read_from)}")
+        self.counts = replace(self.counts, requests_borrowed=borrowed)
+
+    def _raise_if_stopped(self) -> None:
+        if self.context.stop.is_set():
+            raise StoppedError(
+                f"{self.declaration.subject}: stopped; {self.counts.requests_ok:,} answers are kept, "
+                "the next run goes on from there"
+            )
+
+    def _limit_left(self) -> int | None:
+        limit = self.declaration.limit
+        return None if limit is None else max(0, limit - self._first_tries)
+
+    def _ship_pass(self, wanted: int) -> None:
+        """Send every wanted request at most once, in shards, through one unbroken stream."""
+        declaration = self.declaration
+        context = self.context
+        backend = self._backend
+        if backend is None:
+            raise RuntimeError("prepare comes first")
+        call = Call(
+            model=declaration.model,
+            params=declaration.params,
+            schema=declaration.returns.object_schema(),
+            max_tokens=declaration.max_tokens,
+        )
+        validator = AnswerValidator(declaration.returns)
+        state = _Shipping()
+        limit = self._limit_left()
+        total = wanted if limit is None else min(wanted, limit)
+        started = shown = time.monotonic()
+        try:
+            for completion in backend.complete(self._feed(backend, state), call, context.stop):
+                if completion is not None:
+                    self._handle(completion, state, validator, backend.version)
+                now = time.monotonic()
+                self._keep(state, now)
+                if now - shown >= PROGRESS_SECONDS:
+                    context.info(str(Progress(state.handled, total, now - started)))
+                    shown = now
+        finally:
+            self._flush(state)
+            context.ledger.finish_shards(state.epochs, self._owner)
+        if state.handled:
+            context.info(str(Progress(state.handled, total, time.monotonic() - started)))
+        self._raise_if_stopped()
+
+    def _feed(self, backend: StreamBackend, state: _Shipping) -> Iterator[Request]:
+        """Claim shard after shard, each when the one before has been taken whole."""
+        position = 0
+        size = backend.capabilities.shard_requests
+        while not self.context.stop.is_set():
+            limit = self._limit_left()
+            if limit == 0:
+                return
+            shard, last = self.context.ledger.claim(
+                after=position,
+                size=size if limit is None else min(size, limit),
+                run_id=self.run_id,
+                owner=self._owner,
+                enrichment=self.context.enrichment,
+                spec_version=self._spec_version,
+                backend=self.declaration.model.provider,
+                model=str(self.declaration.model),
+                lease_seconds=self.declaration.lease_seconds,
+            )
+            if last == position:
+                return
+            position = last
+            if shard is not None:
+                self._first_tries += sum(claim.attempt_number == 0 for claim in shard.claims)
+                state.epochs[shard.shard_id] = shard.epoch
+                yield from self._feed_shard(shard, state)
+
+    @staticmethod
+    def _feed_shard(shard: Shard, state: _Shipping) -> Iterator[Request]:
+        for claim in shard.claims:
+            state.claims[claim.request.request_key] = (shard.shard_id, claim)
+        for claim in shard.claims:
+            if shard.shard_id not in state.epochs:  # taken over by another run meanwhile
+                return
+            yield claim.request
+
+    def _handle(
+        self, completion: Completion, state: _Shipping, validator: AnswerValidator, version: str
+    ) -> None:
+        taken = state.claims.pop(completion.request_key, None)
+        if taken is None:  # of a shard that was lost
+            return
+        shard_id, claim = taken
+        verdict = validator.check(completion)
+        outcome = verdict.outcome
+        state.handled += 1
+        state.finished.append(
+            Attempt(
+                shard_id=shard_id,
+                request_key=completion.request_key,
+                attempt_number=claim.attempt_number + 1,
+                outcome=outcome,
+                is_final=self._is_final(outcome, claim),
+                answer=verdict.answer,
+                checksum=_checksum(verdict.answer),
+                error=verdict.error,
+                raw_output=verdict.raw,
+                finish_reason=completion.finish_reason.value if completion.finish_reason else None,
+                usage=completion.usage,
+                model_reported=completion.model_reported,
+                engine_version=version,
+                started_at=completion.started_at,
+                finished_at=completion.finished_at,
+            )
+        )
+
+    def _is_final(self, outcome: Outcome, claim: Claim) -> bool:
+        """Whether this try was the last that the request's budget allows."""
+        if outcome is Outcome.OK:
+            return False
+        if outcome is Outcome.TRANSIENT:
+            return claim.transient_failures + 1 >= MAX_TRANSIENT_FAILURES
+        return (
+            not outcome.is_retryable or claim.item_failures + 1 >= self.declaration.max_attempts
+        )
+
+    def _keep(self, state: _Shipping, now: float) -> None:
+        """Flush by count or time, and renew the leases in good time."""
+        declaration = self.declaration
+        due = now - state.flushed_at >= declaration.flush_seconds
+        if len(state.finished) >= declaration.flush_rows or (due and state.finished):
+            self._flush(state)
+        if now - state.renewed_at >= declaration.lease_seconds / 4:
+            lost = self.context.ledger.renew(
+                state.epochs, self._owner, declaration.lease_seconds
+            )
+            self._drop(lost, state)
+            state.renewed_at = now
+
+    def _flush(self, state: _Shipping) -> None:
+        attempts, state.finished = state.finished, []
+        state.flushed_at = time.monotonic()
+        if not attempts:
+            return
+        lost = self.context.ledger.flush(attempts, state.epochs, self.run_id, self._owner)
+        written = [attempt for attempt in attempts if attempt.shard_id not in lost]
+        self._drop(lost, state)
+        self._tries_written += len(written)
+        usage = [attempt.usage for attempt in written]
+        good = sum(attempt.outcome is Outcome.OK for attempt in written)
+        self.counts = replace(
+            self.counts,
+            requests_sent=self.counts.requests_sent + len(written),
+            requests_ok=self.counts.requests_ok + good,
+            requests_failed=self.counts.requests_failed
+            + sum(attempt.is_final for attempt in written),
+            input_tokens=self.counts.input_tokens + sum(u.input_tokens for u in usage),
+            output_tokens=self.counts.output_tokens + sum(u.output_tokens for u in usage),
+            cached_tokens=self.counts.cached_tokens + sum(u.cached_tokens for u in usage),
+        )
+
+    def _drop(self, lost: set[str], state: _Shipping) -> None:
+        """Forget shards that another run took over; their answers are that run's to give."""
+        if not lost:
+            return
+        self.context.warn(
+            f"{len(lost)} shards were taken over by another run: this one was silent for longer "
+            f"than its lease of {self.declaration.lease_seconds:g} s"
+        )
+        for shard_id in lost:
+            state.epochs.pop(shard_id, None)
+        state.claims = {
+            key: taken for key, taken in state.claims.items() if taken[0] not in lost
+        }
+        state.finished = [a for a in state.finished if a.shard_id not in lost]
+
+    # --- reconcile and build ------------------------------------------------------------------
+
+    def reconcile(self) -> None:
+        """Check that every row and every request is accounted for.
+
+        Raises:
+            ReconciliationError: with the counts that differ. Nothing is built.
+        """
+        problems = []
+        if self._all_known:
+            self.counts = replace(self.counts, ok=self.counts.rows)
+        else:
+            found = dict(
+                self.context.source.fetch(
+                    f"select {STATUS_COLUMN}, count(*) from (\n{self._resolved_sql()}\n) b group by 1"
+                )
+            )
+            self.counts = replace(
+                self.counts,
+                ok=int(found.pop("ok", 0)),
+                pending=int(found.pop("pending", 0)),
+                failed=int(found.pop("failed", 0)),
+            )
+            keyless = int(found.pop("unrecorded", 0))
+            if keyless:
+                problems.append(f"{keyless:,} rows have no recorded request")
+            requests = self.context.ledger.count_requests(self._spec_version)
+            if not requests.adds_up:
+                problems.append(
+                    f"{requests.total:,} requests of this spec are {requests.results:,} answered + "
+                    f"{requests.dead:,} dead + {requests.claimed:,} in progress + "
+                    f"{requests.waiting:,} waiting"
+                )
+            tries, _ = self.context.ledger.count_attempts(self.run_id)
+            if tries != self._tries_written:
+                problems.append(f"{self._tries_written:,} tries were made, {tries:,} are recorded")
+        counts = self.counts
+        if counts.ok + counts.pending + counts.failed != counts.rows:
+            problems.append(
+                f"{counts.rows:,} rows are {counts.ok:,} ok + {counts.pending:,} pending + "
+                f"{counts.failed:,} failed"
+            )
+        if problems:
+            raise ReconciliationError(
+                f"{self.declaration.subject}: the counts do not add up, so nothing was built: "
+                + "; ".join(problems)
+                + f". The run is {self.run_id} in {self.context.ledger.relation('runs')}"
+            )
+
+    def _resolved_sql(self) -> str:
+        """Select the candidate's rows, each with the request and the answer it has by now."""
+        names = self.context.ledger.relation
+        columns = "".join(f"c.{self._quote(column.name)}, " for column in self.columns)
+        if self._all_known:
+            return (
+                f"select {columns}c.{REQUEST_KEY}, c.{OUTPUT}, 'ok' as {STATUS_COLUMN} "
+                f"from {self.candidate} c"
+            )
+        key = f"coalesce(c.{REQUEST_KEY}, k.request_key)"
+        return (
+            f"select {columns}{key} as {REQUEST_KEY}, coalesce(c.{OUTPUT}, r.output) as {OUTPUT}, "
+            f"case when coalesce(c.{OUTPUT}, r.output) is not null then 'ok' "
+            f"when {key} is null then 'unrecorded' "
+            f"when d.request_key is not null then 'failed' else 'pending' end as {STATUS_COLUMN} "
+            f"from {self.candidate} c "
+            f"left join {names('items')} k on c.{REQUEST_KEY} is null and k.item_key = c.{ITEM_KEY} "
+            f"left join {names('results')} r on c.{OUTPUT} is null and r.request_key = {key} "
+            "and r.state = 'accepted' "
+            f"left join {names('dead_letters')} d on c.{OUTPUT} is null and d.request_key = {key}"
+        )
+
+    def build_sql(self) -> str:
+        """Return the SELECT of the finished table: the model's columns, the answers, the status."""
+        text = "varchar" if self.context.dialect.name == "duckdb" else "text"
+        return self._final_sql(
+            self._resolved_sql(), f"b.{OUTPUT}", f"b.{STATUS_COLUMN}",
+            f"replace(b.{REQUEST_KEY}::{text}, '-', '')",
+        )  # fmt: skip
+
+    def empty_sql(self, select_sql: str) -> str:
+        """Return the SELECT of the table for ``--empty``: nothing is asked, nothing recorded."""
+        text = "varchar" if self.context.dialect.name == "duckdb" else "text"
+        no_answer = f"cast(null as {self.context.warehouse.json_type})"
+        return self._final_sql(select_sql, no_answer, "'pending'", f"cast(null as {text})")
+
+    def _final_sql(self, rows: str, answer: str, status: str, request: str) -> str:
+        dialect = self.context.dialect
+        text = "varchar" if dialect.name == "duckdb" else "text"
+        columns = [f"b.{self._quote(column.name)}" for column in self.columns]
+        for output in self.declaration.returns.visible:
+            value = dialect.answer_sql(
+                answer, output.name, output.kind, self.context.column_types.get(output.name)
+            )
+            columns.append(f"{value} as {self._quote(output.name)}")
+        columns.append(f"cast({status} as {text}) as {STATUS_COLUMN}")
+        columns.append(f"cast({request} as {text}) as {REQUEST_COLUMN}")
+        listed = ",\n  ".join(columns)
+        return f"select\n  {listed}\nfrom (\n{rows}\n) b"
+
+    def finish(self, error: str | None = None) -> None:
+        """Record the run's end and drop its candidate."""
+        counts = replace(self.counts, seconds=time.monotonic() - self._started_at)
+        self.counts = counts
+        self.context.ledger.finish_run(
+            self.run_id,
+            "failed" if error else "finished",
+            error,
+            {
+                "total_rows": counts.rows,
+                "new_rows": counts.new,
+                "reused_rows": counts.reused,
+                "duplicate_rows": counts.duplicates,
+                "ok_rows": counts.ok,
+                "pending_rows": counts.pending,
+                "failed_rows": counts.failed,
+                "requests_sent": counts.requests_sent,
+                "requests_ok": counts.requests_ok,
+                "requests_failed": counts.requests_failed,
+                "requests_borrowed": counts.requests_borrowed,
+                "input_tokens": counts.input_tokens,
+                "output_tokens": counts.output_tokens,
+            },
+        )
+        self.context.source.drop_candidate(self.candidate)
+
+
+def _show_unique_key(values: Sequence[Any] | None) -> str | None:
+    if values is None:
+        return None
+    return str(values[0]) if len(values) == 1 else orjson.dumps(list(values)).decode()
+
+
+def _checksum(answer: str | None) -> str | None:
+    return None if answer is None else hashlib.sha256(answer.encode()).hexdigest()[:32]
+
+

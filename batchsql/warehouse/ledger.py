@@ -1,0 +1,802 @@
+"""The ledger: the tables that decide what is sent, and the SQL that reads and writes them.
+
+Each public method that writes is one transaction. Between any two of them the process may die;
+the next run finds the tables in a state from which nothing is lost and nothing finished is sent
+again. ``docs/ledger.md`` describes every table for readers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from batchsql.errors import LedgerVersionError, WarehouseError
+from batchsql.types import Message, Outcome, Request, Role, Usage
+from batchsql.version import __version__
+from batchsql.warehouse.base import Warehouse, quote
+
+LEDGER_VERSION = 1
+"""Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
+
+PROCESS = uuid.uuid4().hex
+"""This process, as the owner of leases."""
+
+_MIGRATIONS: dict[int, tuple[str, ...]] = {
+    1: (
+        """create table {specs} (
+            spec_version uuid not null {pk}, key_recipe integer not null, model text not null,
+            template text not null, params text not null, returns text not null,
+            normalize text not null, identity text not null, prefix text not null,
+            batchsql_version text not null, first_used_at timestamp with time zone not null)""",
+        """create table {items} (
+            item_key uuid not null {pk}, request_key uuid not null, spec_version uuid not null,
+            unique_key text, first_seen_at timestamp with time zone not null)""",
+        """create table {requests} (
+            request_key uuid not null {pk}, spec_version uuid not null, messages text not null,
+            created_at timestamp with time zone not null)""",
+        """create table {claims} (
+            request_key uuid not null {pk}, shard_id uuid not null, epoch integer not null,
+            claimed_at timestamp with time zone not null)""",
+        """create table {shards} (
+            shard_id uuid not null {pk}, run_id uuid not null, enrichment text not null,
+            spec_version uuid not null, backend text not null, model text not null,
+            state text not null, owner text not null, epoch integer not null,
+            lease_expires_at timestamp with time zone not null, requests integer not null,
+            ok integer not null, failed integer not null,
+            created_at timestamp with time zone not null, finished_at timestamp with time zone)""",
+        """create table {attempts} (
+            attempt_id uuid not null, request_key uuid not null, shard_id uuid, run_id uuid not null,
+            attempt_number integer not null, outcome text not null, is_final boolean not null,
+            error text, raw_output text, finish_reason text, input_tokens bigint,
+            output_tokens bigint, cached_tokens bigint, cost_usd double precision,
+            model_reported text, engine_version text, started_at timestamp with time zone,
+            finished_at timestamp with time zone, recorded_at timestamp with time zone not null)""",
+        """create table {results} (
+            request_key uuid not null {pk}, output {json} not null, checksum text not null,
+            attempt_id uuid not null, state text not null,
+            created_at timestamp with time zone not null)""",
+        """create table {runs} (
+            run_id uuid not null {pk}, enrichment text not null, spec_version uuid not null,
+            state text not null, total_rows bigint, new_rows bigint, reused_rows bigint,
+            duplicate_rows bigint, ok_rows bigint, pending_rows bigint, failed_rows bigint,
+            requests_sent bigint, requests_ok bigint, requests_failed bigint,
+            requests_borrowed bigint, input_tokens bigint, output_tokens bigint,
+            cost_usd double precision, error text, invocation_id text,
+            batchsql_version text not null, started_at timestamp with time zone not null,
+            finished_at timestamp with time zone)""",
+        # A dead letter: its budget is spent, nobody gave it a new one, and no answer came late.
+        """create view {dead_letters} as
+            select a.request_key, q.spec_version, a.outcome, a.error, a.raw_output,
+                a.attempt_number as attempts, a.recorded_at
+            from {attempts} a join {requests} q on q.request_key = a.request_key
+            where a.is_final
+              and not exists (select 1 from {attempts} l where l.request_key = a.request_key
+                              and l.attempt_number > a.attempt_number)
+              and not exists (select 1 from {results} r where r.request_key = a.request_key)""",
+    ),
+}
+
+# PostgreSQL finds the attempts of a request by index; DuckDB scans a column faster than it would
+# keep one.
+_POSTGRES_INDEXES = (
+    "create index if not exists {attempts_index} on {attempts} (request_key)",
+    "create index if not exists {attempts_final_index} on {attempts} (request_key) where is_final",
+    "create index if not exists {claims_shard_index} on {claims} (shard_id)",
+)
+
+_TABLES = (
+    "specs", "items", "requests", "claims", "shards", "attempts", "results", "runs", "dead_letters",
+)  # fmt: skip
+
+
+class ShardState(str, Enum):
+    """``running`` until every request has an outcome; a lost one is ``abandoned``, its work freed."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABANDONED = "abandoned"
+
+
+class ResultState(str, Enum):
+    """Only ``accepted`` results are built into tables, borrowed, or used as history."""
+
+    HELD = "held"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRow:
+    """A spec as the ledger keeps it: all that gives its requests their meaning."""
+
+    spec_version: str
+    key_recipe: int
+    model: str
+    template: str
+    params: str
+    returns: str
+    normalize: str
+    identity: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request that this run alone may send now, and the tries it already had."""
+
+    request: Request
+    attempt_number: int
+    item_failures: int
+    transient_failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Requests claimed together under one lease."""
+
+    shard_id: str
+    epoch: int
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One finished try, ready to be written. ``answer`` is set when its outcome is ok."""
+
+    shard_id: str
+    request_key: str
+    attempt_number: int
+    outcome: Outcome
+    is_final: bool
+    answer: str | None = None
+    checksum: str | None = None
+    error: str | None = None
+    raw_output: str | None = None
+    finish_reason: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    cost_usd: float | None = None
+    model_reported: str | None = None
+    engine_version: str | None = None
+    started_at: Any = None
+    finished_at: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Where the requests of a spec stand; the four states are disjoint and complete."""
+
+    total: int
+    results: int
+    dead: int
+    claimed: int
+    waiting: int
+
+    @property
+    def adds_up(self) -> bool:
+        return self.total == self.results + self.dead + self.claimed + self.waiting
+
+
+class Ledger:
+    """The ledger of one target, over a connection of its own.
+
+    Args:
+        warehouse: the connection; the ledger does not close it.
+        schema: where the tables are.
+        prefix: put before each table's name when the schema is shared with other tables.
+    """
+
+    def __init__(self, warehouse: Warehouse, schema: str, prefix: str = "") -> None:
+        self.warehouse = warehouse
+        self.schema = schema
+        self.prefix = prefix
+        self._names = {name: self.relation(name) for name in (*_TABLES, "meta")}
+
+    def relation(self, name: str) -> str:
+        """Return the quoted, qualified name of a table of the ledger."""
+        return relation_name(self.warehouse, self.schema, self.prefix + name)
+
+    def _sql(self, text: str, **more: str) -> str:
+        return text.format(clock=self.warehouse.clock, **self._names, **more)
+
+    # --- tables -------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Return whether the ledger's tables are there."""
+        return self.warehouse.relation_exists(self.schema, self.prefix + "meta")
+
+    def migrate(self) -> None:
+        """Create the tables or bring them to this version, under a lock.
+
+        Raises:
+            LedgerVersionError: a newer batchsql wrote this ledger.
+            WarehouseError: the schema is not there and may not be created.
+        """
+        if self.exists() and self.check_version() == LEDGER_VERSION:
+            return
+        with self.warehouse.migration_lock():
+            self.warehouse.create_schema(self.schema)
+            self._migrate_locked(self.check_version() if self.exists() else 0)
+
+    def _migrate_locked(self, version: int) -> None:
+        warehouse = self.warehouse
+        if version == 0:
+            warehouse.execute(
+                self._sql(
+                    "create table {meta} (ledger_version integer not null, batchsql_version text "
+                    "not null, changed_at timestamp with time zone not null)"
+                )
+            )
+        for step in range(version + 1, LEDGER_VERSION + 1):
+            for statement in _MIGRATIONS[step]:
+                warehouse.execute(
+                    self._sql(
+                        statement,
+                        pk="primary key" if warehouse.dialect == "postgres" else "",
+                        json=warehouse.json_type,
+                    )
+                )
+            if warehouse.dialect == "postgres":
+                for statement in _POSTGRES_INDEXES:
+                    names = {
+                        name: quote(f"{self.prefix}{name}", "postgres")
+                        for name in ("attempts_index", "attempts_final_index", "claims_shard_index")
+                    }
+                    warehouse.execute(self._sql(statement, **names))
+            warehouse.execute(
+                self._sql("insert into {meta} values (?, ?, {clock})"), [step, __version__]
+            )
+
+    def check_version(self) -> int:
+        """Return the version of the tables.
+
+        Raises:
+            LedgerVersionError: a newer batchsql wrote this ledger.
+        """
+        rows = self.warehouse.fetch(self._sql("select max(ledger_version) from {meta}"))
+        version = int(rows[0][0] or 0)
+        if version > LEDGER_VERSION:
+            raise LedgerVersionError(
+                f"the ledger in {self.schema} has version {version}, written by a newer batchsql; "
+                f"this one ({__version__}) knows version {LEDGER_VERSION}. Upgrade batchsql here"
+            )
+        return version
+
+    # --- what is asked ------------------------------------------------------------------------
+
+    def write_spec(self, spec: SpecRow) -> None:
+        """Record a spec when it is first used."""
+        columns = (
+            "spec_version", "key_recipe", "model", "template", "params", "returns", "normalize",
+            "identity", "prefix",
+        )  # fmt: skip
+        table = pa.table({name: [getattr(spec, name)] for name in columns})
+        with self.warehouse.transaction():
+            staged = self.warehouse.stage("specs", table)
+            self.warehouse.insert_new(
+                self._names["specs"],
+                (*columns, "batchsql_version", "first_used_at"),
+                f"select spec_version::uuid as spec_version, {', '.join(columns[1:])}, "
+                f"'{__version__}' as batchsql_version, {self.warehouse.clock} as first_used_at "
+                f"from {staged}",
+            )
+
+    def write_items(self, spec_version: str, items: pa.Table, requests: pa.Table) -> None:
+        """Record new items and the requests they render to, in one transaction.
+
+        Args:
+            spec_version: the spec they belong to.
+            items: columns ``item_key``, ``request_key`` (hex text) and ``unique_key`` (JSON text or
+                NULL), each item key once.
+            requests: columns ``request_key`` and ``messages`` (JSON text), each key once.
+        """
+        warehouse = self.warehouse
+        with warehouse.transaction():
+            staged_requests = warehouse.stage("requests", requests)
+            staged_items = warehouse.stage("items", items)
+            warehouse.insert_new(
+                self._names["requests"],
+                ("request_key", "spec_version", "messages", "created_at"),
+                f"select request_key::uuid as request_key, '{spec_version}'::uuid as spec_version, "
+                f"messages, {warehouse.clock} as created_at from {staged_requests}",
+            )
+            warehouse.insert_new(
+                self._names["items"],
+                ("item_key", "request_key", "spec_version", "unique_key", "first_seen_at"),
+                "select item_key::uuid as item_key, request_key::uuid as request_key, "
+                f"'{spec_version}'::uuid as spec_version, unique_key, {warehouse.clock} as "
+                f"first_seen_at from {staged_items}",
+            )
+
+    # --- what is to be sent -------------------------------------------------------------------
+
+    def load_todo(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Keep the run's own list of wanted requests, in the order in which to send them.
+
+        Args:
+            batches: columns ``request_key`` (text) and ``position`` (integers from 1, ascending).
+        """
+        warehouse = self.warehouse
+        warehouse.execute("drop table if exists todo")
+        warehouse.execute(
+            "create temporary table todo (request_key uuid not null, position bigint not null)"
+        )
+        for batch in batches:
+            with warehouse.transaction():
+                staged = warehouse.stage("todo", pa.Table.from_batches([batch]))
+                warehouse.execute(
+                    f"insert into todo select request_key::uuid, position from {staged}"
+                )
+        if warehouse.dialect == "postgres":
+            warehouse.execute("create index on todo (position)")
+            warehouse.execute("analyze todo")
+
+    def count_todo(self) -> int:
+        """Return how many requests are on the run's list."""
+        return int(self.warehouse.fetch("select count(*) from todo")[0][0])
+
+    def trim_todo(self) -> int:
+        """Drop what is answered or dead from the run's list; return what is left."""
+        with self.warehouse.transaction():
+            self.warehouse.execute(self._sql(f"delete from todo t where not ({_OPEN})"))
+            return self.count_todo()
+
+    def count_claimed_elsewhere(self) -> int:
+        """Return how many wanted requests another run is answering now."""
+        sql = "select count(*) from todo t join {claims} c on c.request_key = t.request_key"
+        return int(self.warehouse.fetch(self._sql(sql))[0][0])
+
+    def borrow(self, other: Ledger, run_id: str) -> int:
+        """Copy accepted answers of wanted requests from another ledger; return how many.
+
+        The copies are final: later changes of the other ledger do not touch them.
+
+        Raises:
+            WarehouseError: the other ledger is not there.
+            LedgerVersionError: a newer batchsql wrote it.
+        """
+        if not other.exists():
+            raise WarehouseError(
+                f"read_from names {other.schema}, but there is no batchsql ledger in that schema; "
+                "give the schema that holds a table named meta beside items, requests and results"
+            )
+        other.check_version()
+        theirs = other.relation("results")
+        warehouse = self.warehouse
+        with warehouse.transaction():
+            warehouse.execute("drop table if exists borrowed")
+            warehouse.execute(
+                self._sql(
+                    "create temporary table borrowed as select r.request_key, r.output, "
+                    f"r.checksum, {_NEW_UUID[warehouse.dialect]} as attempt_id from todo t "
+                    f"join {theirs} r on r.request_key = t.request_key and r.state = 'accepted' "
+                    "where not exists (select 1 from {results} o where "
+                    "o.request_key = t.request_key)"
+                )
+            )
+            warehouse.insert_new(
+                self._names["results"],
+                ("request_key", "output", "checksum", "attempt_id", "state", "created_at"),
+                "select request_key, output, checksum, attempt_id, 'accepted' as state, "
+                f"{warehouse.clock} as created_at from borrowed",
+            )
+            # One row per answer that is really ours now: another run may have been first.
+            warehouse.execute(
+                self._sql(
+                    "insert into {attempts} (attempt_id, request_key, run_id, attempt_number, "
+                    "outcome, is_final, recorded_at) select b.attempt_id, b.request_key, ?::uuid, "
+                    "0, 'borrowed', false, {clock} from borrowed b join {results} r on "
+                    "r.request_key = b.request_key and r.attempt_id = b.attempt_id"
+                ),
+                [run_id],
+            )
+            rows = warehouse.fetch(
+                self._sql(
+                    "select count(*) from borrowed b join {results} r on "
+                    "r.request_key = b.request_key and r.attempt_id = b.attempt_id"
+                )
+            )
+        return int(rows[0][0])
+
+    # --- who sends it -------------------------------------------------------------------------
+
+    def free_lost_shards(self) -> int:
+        """Take back the work of owners that are gone: raise the epoch, free the claims.
+
+        A shard is lost when its lease has run out or, where one process owns the warehouse, when
+        its owner is another process. Returns the number of shards freed.
+        """
+        warehouse = self.warehouse
+        if warehouse.has_foreign_writers:
+            lost, params = "lease_expires_at < {clock}", []
+            skip = " for update skip locked"
+        else:
+            lost, params, skip = "owner not like ?", [f"{PROCESS}%"], ""
+        with warehouse.transaction():
+            found = warehouse.fetch(
+                self._sql(
+                    "select shard_id::text from {shards} where state = 'running' and "
+                    f"{lost}{skip}"
+                ),
+                params,
+            )
+            for (shard_id,) in found:
+                warehouse.execute(
+                    self._sql(
+                        "update {shards} set state = 'abandoned', epoch = epoch + 1, "
+                        "finished_at = {clock} where shard_id = ?::uuid"
+                    ),
+                    [shard_id],
+                )
+                warehouse.execute(
+                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+                )
+        return len(found)
+
+    def claim(
+        self,
+        *,
+        after: int,
+        size: int,
+        run_id: str,
+        owner: str,
+        enrichment: str,
+        spec_version: str,
+        backend: str,
+        model: str,
+        lease_seconds: float,
+    ) -> tuple[Shard | None, int]:
+        """Claim the next wanted requests for a new shard of this run.
+
+        Looks at the positions after ``after``. The claims decide who sends: two runs that want the
+        same request both ask, and one gets it. Since a claim goes when its request has an outcome,
+        what was claimed is looked at once more, by a statement that sees all that committed before.
+
+        Returns:
+            The shard, or None when all of the window was answered or claimed elsewhere; and the
+            last position looked at, or ``after`` itself when no wanted request is left behind it.
+        """
+        warehouse = self.warehouse
+        shard_id = str(uuid.uuid4())
+        with warehouse.transaction():
+            window = warehouse.fetch(
+                "select max(position) from (select position from todo where position > ? "
+                "order by position limit ?) w",
+                [after, size],
+            )
+            last = window[0][0]
+            if last is None:
+                return None, after
+            warehouse.insert_new(
+                self._names["claims"],
+                ("request_key", "shard_id", "epoch", "claimed_at"),
+                self._sql(
+                    f"select t.request_key, '{shard_id}'::uuid as shard_id, 1 as epoch, {{clock}} as "
+                    f"claimed_at from todo t where t.position > {int(after)} and t.position <= "
+                    f"{int(last)} and {_OPEN}"
+                ),
+            )
+            if warehouse.has_foreign_writers:
+                warehouse.execute(
+                    self._sql(
+                        "delete from {claims} t where t.shard_id = ?::uuid and not (" + _OPEN + ")"
+                    ),
+                    [shard_id],
+                )
+            claims = self._read_claims(shard_id)
+            if claims:
+                warehouse.execute(
+                    self._sql(
+                        "insert into {shards} (shard_id, run_id, enrichment, spec_version, backend, "
+                        "model, state, owner, epoch, lease_expires_at, requests, ok, failed, "
+                        "created_at) values (?::uuid, ?::uuid, ?, ?::uuid, ?, ?, 'running', ?, 1, "
+                        f"{{clock}} + interval '{float(lease_seconds)} seconds', "
+                        f"{len(claims)}, 0, 0, {{clock}})"
+                    ),
+                    [shard_id, run_id, enrichment, spec_version, backend, model, owner],
+                )
+        return (Shard(shard_id, 1, claims) if claims else None), int(last)
+
+    def _read_claims(self, shard_id: str) -> tuple[Claim, ...]:
+        rows = self.warehouse.fetch(
+            self._sql(
+                "select c.request_key::text, q.messages, s.prefix, "
+                "coalesce(h.last_number, 0), coalesce(h.item_failures, 0), "
+                "coalesce(h.transient_failures, 0) "
+                "from {claims} c join {requests} q on q.request_key = c.request_key "
+                "join {specs} s on s.spec_version = q.spec_version "
+                "left join (select a.request_key, max(a.attempt_number) as last_number, "
+                "  sum(case when a.outcome in ({item_failures}) and a.attempt_number > "
+                "      coalesce(p.replayed, -1) then 1 else 0 end) as item_failures, "
+                "  sum(case when a.outcome = 'transient' and a.attempt_number > "
+                "      coalesce(p.replayed, -1) then 1 else 0 end) as transient_failures "
+                "  from {attempts} a join {claims} k on k.request_key = a.request_key "
+                "  and k.shard_id = ?::uuid "
+                "  left join (select request_key, max(attempt_number) as replayed from {attempts} "
+                "    where outcome = 'replayed' group by request_key) p "
+                "  on p.request_key = a.request_key group by a.request_key) h "
+                "on h.request_key = c.request_key "
+                "join todo t on t.request_key = c.request_key "
+                "where c.shard_id = ?::uuid order by t.position",
+                item_failures=_ITEM_FAILURES,
+            ),
+            [shard_id, shard_id],
+        )
+        prefixes: dict[str, tuple[Message, ...]] = {}
+        claims = []
+        for key, messages, prefix, number, item_failures, transient_failures in rows:
+            if prefix not in prefixes:
+                prefixes[prefix] = parse_messages(prefix)
+            request = Request(key.replace("-", ""), prefixes[prefix] + parse_messages(messages))
+            claims.append(Claim(request, int(number), int(item_failures), int(transient_failures)))
+        return tuple(claims)
+
+    def renew(self, shards: Mapping[str, int], owner: str, lease_seconds: float) -> set[str]:
+        """Extend the leases of shards; return the ids of those that are not ours any more."""
+        lost = set()
+        with self.warehouse.transaction():
+            for shard_id, epoch in sorted(shards.items()):
+                kept = self._hold(shard_id, epoch, owner)
+                if not kept:
+                    lost.add(shard_id)
+                    continue
+                self.warehouse.execute(
+                    self._sql(
+                        "update {shards} set lease_expires_at = {clock} + "
+                        f"interval '{float(lease_seconds)} seconds' where shard_id = ?::uuid"
+                    ),
+                    [shard_id],
+                )
+        return lost
+
+    def _hold(self, shard_id: str, epoch: int, owner: str) -> bool:
+        """Lock a shard's row for this transaction; return whether it is still ours."""
+        lock = " for update" if self.warehouse.has_foreign_writers else ""
+        return bool(
+            self.warehouse.fetch(
+                self._sql(
+                    "select 1 from {shards} where shard_id = ?::uuid and epoch = ? and owner = ? "
+                    f"and state = 'running'{lock}"
+                ),
+                [shard_id, epoch, owner],
+            )
+        )
+
+    def flush(
+        self, attempts: Sequence[Attempt], epochs: Mapping[str, int], run_id: str, owner: str
+    ) -> set[str]:
+        """Write finished tries, their answers, and free their claims, all in one transaction.
+
+        Each shard's row is locked and its owner and epoch checked first; tries of a shard that was
+        taken over are left out, since its new owner answers for them.
+
+        Returns:
+            The ids of the shards that are not ours any more.
+        """
+        warehouse = self.warehouse
+        with warehouse.transaction():
+            touched = sorted({attempt.shard_id for attempt in attempts})
+            lost = {s for s in touched if not self._hold(s, epochs[s], owner)}
+            kept = [attempt for attempt in attempts if attempt.shard_id not in lost]
+            if kept:
+                self._write_attempts(kept, run_id)
+        return lost
+
+    def _write_attempts(self, attempts: Sequence[Attempt], run_id: str) -> None:
+        warehouse = self.warehouse
+        staged = warehouse.stage("attempts", _attempts_table(attempts))
+        warehouse.execute(
+            self._sql(
+                "insert into {attempts} (attempt_id, request_key, shard_id, run_id, attempt_number, "
+                "outcome, is_final, error, raw_output, finish_reason, input_tokens, output_tokens, "
+                "cached_tokens, cost_usd, model_reported, engine_version, started_at, finished_at, "
+                f"recorded_at) select attempt_id::uuid, request_key::uuid, shard_id::uuid, "
+                "?::uuid, attempt_number, outcome, is_final, error, raw_output, finish_reason, "
+                "input_tokens, output_tokens, cached_tokens, cost_usd, model_reported, "
+                f"engine_version, started_at, finished_at, {{clock}} from {staged}"
+            ),
+            [run_id],
+        )
+        warehouse.insert_new(
+            self._names["results"],
+            ("request_key", "output", "checksum", "attempt_id", "state", "created_at"),
+            f"select request_key::uuid as request_key, answer::{warehouse.json_type} as output, "
+            "checksum, attempt_id::uuid as attempt_id, 'accepted' as state, "
+            f"{warehouse.clock} as created_at from {staged} where answer is not null",
+        )
+        warehouse.execute(
+            self._sql(
+                f"delete from {{claims}} where request_key in (select request_key::uuid from {staged})"
+            )
+        )
+        for shard_id in sorted({attempt.shard_id for attempt in attempts}):
+            mine = [a.outcome is Outcome.OK for a in attempts if a.shard_id == shard_id]
+            warehouse.execute(
+                self._sql(
+                    "update {shards} set ok = ok + ?, failed = failed + ? where shard_id = ?::uuid"
+                ),
+                [mine.count(True), mine.count(False), shard_id],
+            )
+
+    def finish_shards(self, epochs: Mapping[str, int], owner: str) -> None:
+        """Close shards of this run and free whatever they still claim."""
+        with self.warehouse.transaction():
+            for shard_id, epoch in sorted(epochs.items()):
+                if not self._hold(shard_id, epoch, owner):
+                    continue
+                self.warehouse.execute(
+                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+                )
+                self.warehouse.execute(
+                    self._sql(
+                        "update {shards} set state = 'finished', finished_at = {clock} "
+                        "where shard_id = ?::uuid"
+                    ),
+                    [shard_id],
+                )
+
+    # --- runs and reconciliation --------------------------------------------------------------
+
+    def begin_run(self, run_id: str, enrichment: str, spec_version: str, invocation: str) -> None:
+        """Record that a run of an enrichment has started."""
+        with self.warehouse.transaction():
+            self.warehouse.execute(
+                self._sql(
+                    "insert into {runs} (run_id, enrichment, spec_version, state, invocation_id, "
+                    f"batchsql_version, started_at) values (?::uuid, ?, ?::uuid, 'running', ?, "
+                    f"'{__version__}', {{clock}})"
+                ),
+                [run_id, enrichment, spec_version, invocation],
+            )
+
+    def finish_run(
+        self, run_id: str, state: str, error: str | None, counts: Mapping[str, int | float | None]
+    ) -> None:
+        """Record how a run ended and its counts, which name columns of ``runs``."""
+        sets = "".join(f"{name} = ?, " for name in counts)
+        with self.warehouse.transaction():
+            self.warehouse.execute(
+                self._sql(
+                    f"update {{runs}} set {sets}state = ?, error = ?, finished_at = {{clock}} "
+                    "where run_id = ?::uuid"
+                ),
+                [*counts.values(), state, error, run_id],
+            )
+
+    def count_attempts(self, run_id: str) -> tuple[int, int]:
+        """Return the tries recorded for a run and how many of them gave an answer."""
+        rows = self.warehouse.fetch(
+            self._sql(
+                "select count(*), coalesce(sum(case when outcome = 'ok' then 1 else 0 end), 0) from "
+                "{attempts} where run_id = ?::uuid and outcome not in ('borrowed', 'replayed')"
+            ),
+            [run_id],
+        )
+        return int(rows[0][0]), int(rows[0][1])
+
+    def count_requests(self, spec_version: str) -> RequestCounts:
+        """Count the requests of a spec by where they stand, each state by a query of its own."""
+        mine = self._sql(
+            "(select distinct request_key from {items} where spec_version = '{version}'::uuid)",
+            version=spec_version,
+        )
+        rows = self.warehouse.fetch(
+            self._sql(
+                f"with mine as {mine} select (select count(*) from mine), "
+                "(select count(*) from mine join {results} r on r.request_key = mine.request_key), "
+                "(select count(*) from mine join {dead_letters} d on d.request_key = mine.request_key), "
+                "(select count(*) from mine join {claims} c on c.request_key = mine.request_key), "
+                "(select count(*) from mine where "
+                " not exists (select 1 from {results} r where r.request_key = mine.request_key) and "
+                " not exists (select 1 from {dead_letters} d where d.request_key = mine.request_key) "
+                " and not exists (select 1 from {claims} c where c.request_key = mine.request_key) "
+                " and exists (select 1 from {requests} q where q.request_key = mine.request_key))"
+            )
+        )
+        return RequestCounts(*(int(value) for value in rows[0]))
+
+    # --- dead letters -------------------------------------------------------------------------
+
+    def read_dead_letters(self, spec_version: str | None = None) -> list[tuple[Any, ...]]:
+        """Return (outcome, error, count, one request key, unique key of a row) per cause."""
+        where = "" if spec_version is None else f"where d.spec_version = '{spec_version}'::uuid"
+        return self.warehouse.fetch(
+            self._sql(
+                "select d.outcome, d.error, count(distinct d.request_key), "
+                "min(d.request_key::text), min(i.unique_key), s.model "
+                "from {dead_letters} d join {specs} s on s.spec_version = d.spec_version "
+                "left join {items} i on i.request_key = d.request_key "
+                f"{where} group by d.outcome, d.error, s.model order by 3 desc, 1, 2"
+            )
+        )
+
+    def replay(
+        self, run_id: str, spec_versions: Sequence[str] | None, outcome: str | None
+    ) -> int:
+        """Give dead letters a new budget; the next run sends them. Returns how many."""
+        conditions = []
+        if spec_versions is not None:
+            quoted = ", ".join(f"'{version}'::uuid" for version in spec_versions) or "null"
+            conditions.append(f"d.spec_version in ({quoted})")
+        params: list[Any] = [run_id]
+        if outcome is not None:
+            conditions.append("d.outcome = ?")
+            params.append(outcome)
+        where = " where " + " and ".join(conditions) if conditions else ""
+        with self.warehouse.transaction():
+            before = self.warehouse.fetch(
+                self._sql("select count(*) from {dead_letters} d" + where), params[1:]
+            )
+            self.warehouse.execute(
+                self._sql(
+                    "insert into {attempts} (attempt_id, request_key, run_id, attempt_number, "
+                    f"outcome, is_final, recorded_at) select {_NEW_UUID[self.warehouse.dialect]}, d.request_key, "
+                    "?::uuid, d.attempts + 1, 'replayed', false, {clock} from {dead_letters} d"
+                    + where
+                ),
+                params,
+            )
+        return int(before[0][0])
+
+
+# A wanted request may be sent: it has no answer and its budget is not spent.
+_OPEN = (
+    "not exists (select 1 from {results} r where r.request_key = t.request_key) and "
+    "not exists (select 1 from {dead_letters} d where d.request_key = t.request_key)"
+)
+_ITEM_FAILURES = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.is_item_failure)
+_NEW_UUID = {"duckdb": "uuid()", "postgres": "gen_random_uuid()"}
+
+
+def relation_name(warehouse: Warehouse, schema: str, name: str) -> str:
+    """Return a quoted name, with the database where a process may have several attached."""
+    parts = [schema, name]
+    if warehouse.dialect == "duckdb":
+        parts.insert(0, warehouse.database)
+    return ".".join(quote(part, warehouse.dialect) for part in parts)
+
+
+def parse_messages(text: str) -> tuple[Message, ...]:
+    """Read messages as the ledger stores them: a JSON list of [role, text] pairs."""
+    return tuple(Message(Role(role), content) for role, content in orjson.loads(text))
+
+
+def _attempts_table(attempts: Sequence[Attempt]) -> pa.Table:
+    stamp = pa.timestamp("us", tz="UTC")
+    columns: dict[str, tuple[list[Any], pa.DataType]] = {
+        "attempt_id": ([str(uuid.uuid4()) for _ in attempts], pa.string()),
+        "request_key": ([a.request_key for a in attempts], pa.string()),
+        "shard_id": ([a.shard_id for a in attempts], pa.string()),
+        "attempt_number": ([a.attempt_number for a in attempts], pa.int32()),
+        "outcome": ([a.outcome.value for a in attempts], pa.string()),
+        "is_final": ([a.is_final for a in attempts], pa.bool_()),
+        "answer": ([a.answer for a in attempts], pa.string()),
+        "checksum": ([a.checksum for a in attempts], pa.string()),
+        "error": ([a.error for a in attempts], pa.string()),
+        "raw_output": ([a.raw_output for a in attempts], pa.string()),
+        "finish_reason": ([a.finish_reason for a in attempts], pa.string()),
+        "input_tokens": ([a.usage.input_tokens for a in attempts], pa.int64()),
+        "output_tokens": ([a.usage.output_tokens for a in attempts], pa.int64()),
+        "cached_tokens": ([a.usage.cached_tokens for a in attempts], pa.int64()),
+        "cost_usd": ([a.cost_usd for a in attempts], pa.float64()),
+        "model_reported": ([a.model_reported for a in attempts], pa.string()),
+        "engine_version": ([a.engine_version for a in attempts], pa.string()),
+        "started_at": ([a.started_at for a in attempts], stamp),
+        "finished_at": ([a.finished_at for a in attempts], stamp),
+    }
+    return pa.table({name: pa.array(values, type) for name, (values, type) in columns.items()})
+
+
+def iter_positions(keys: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Number wanted requests from 1 in the order in which they come."""
+    position = 0
+    for batch in keys:
+        count = batch.num_rows
+        numbers = pa.array(range(position + 1, position + count + 1), pa.int64())
+        position += count
+        yield pa.RecordBatch.from_arrays([batch.column(0), numbers], ["request_key", "position"])
