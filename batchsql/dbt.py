@@ -157,7 +157,7 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
     Raises:
         SpecError: with every mistake found.
     """
-    from batchsql.backends.registry import check_model
+    from batchsql.backends.registry import check_params
     from batchsql.declare.spec import parse_declaration
 
     meta = node.config.meta or {}
@@ -177,7 +177,7 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
         overrides=overrides,
         unique_key=node.config.unique_key,
         project_root=project_root,
-        check_model=check_model,
+        check_model=lambda model, params, engine: check_params(model.provider, params),
         more_mistakes=mistakes,
     )
 

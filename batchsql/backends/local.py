@@ -61,15 +61,16 @@ _DEFAULT_CONTEXT_TOKENS = 4096
 _SHARD_REQUESTS = 256
 # A request is broken off between two of these: about a second's work for the packaged model.
 _BATCH_TOKENS = 512
-_VERBOSITY_ERRORS = 1
+_SILENT, _ERRORS = -1, 1  # levels of llama.cpp's log
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _BREAK = "\u200b"  # a zero-width space
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _WIRE_NUMBER_LIMIT = 1e15
 _WIRE_NUMBER_STEP = 1e-9
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_WIRE_INTEGER_LIMIT = 10**18  # llguidance cannot take all of 64 bits
 
 
 def open_local(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> LocalBackend:
@@ -130,6 +131,7 @@ class LocalBackend:
         self._path = path
         self._options = options
         self._special = _special_pattern(head.special_tokens)
+        self._checked_grammars: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,6 +151,7 @@ class LocalBackend:
         """Yield one completion for each request taken; see ``StreamBackend.complete``."""
         session = _Session(_load(self._path, self._options))
         fixed = self._fixed_body(call)
+        self._check_grammar(session, fixed["grammar"])
 
         def ask(request: Request) -> Completion:
             started_at = datetime.now(timezone.utc)
@@ -173,6 +176,25 @@ class LocalBackend:
                 return text
             text = broken  # breaking one token can leave another, shorter one inside it
 
+    def _check_grammar(self, session: _Session, grammar: str) -> None:
+        """Raise SystemicError unless the engine holds itself to the grammar.
+
+        llama.cpp does not report a grammar that it cannot compile: it answers without one. One
+        token of a greeting tells, since only the grammar makes it an opening brace.
+        """
+        if grammar in self._checked_grammars:
+            return
+        messages = [{"role": "user", "content": "Say hello."}]
+        body = {"messages": messages, "grammar": grammar, "max_tokens": 1, "temperature": 0}
+        status, reply = session.post(json.dumps(body).encode())
+        text = json.loads(reply)["choices"][0]["message"]["content"] if status == 200 else None
+        if not (text or "").startswith("{"):
+            raise SystemicError(
+                f"model {self._model}: the embedded engine cannot enforce this schema; simplify "
+                f"it (fewer levels, smaller bounds and enums): {grammar[:500]}"
+            )
+        self._checked_grammars.add(grammar)
+
     def _wire_message(self, message: Message) -> dict[str, str]:
         return {"role": message.role.value, "content": self.neutralise(message.content)}
 
@@ -189,8 +211,7 @@ class LocalBackend:
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar that holds the model to a schema, without free white space.
 
-    It is llguidance's own form. A mistake in it would not be reported: llama.cpp then answers
-    without a grammar, so every keyword sent here is covered by a test on the real engine.
+    It is llguidance's own form.
     """
     wire = {**_tightened(schema), "x-guidance": _COMPACT}
     return f"%llguidance {{}}\nstart: %json {json.dumps(wire)}"
@@ -200,7 +221,8 @@ def _tightened(schema: Any) -> Any:
     """Return the schema for the wire, without endless numbers.
 
     A small model can write the digits of an unbounded number up to its token limit. Integers get
-    64-bit bounds, other numbers nine decimals. Answers are validated against the user's schema.
+    bounds of 18 digits, other numbers nine decimals. Answers are validated against the user's
+    schema.
     """
     if isinstance(schema, list):
         return [_tightened(inner) for inner in schema]
@@ -221,7 +243,10 @@ def _tightened(schema: Any) -> Any:
     types = schema.get("type")
     types = types if isinstance(types, list) else [types]
     if "integer" in types:
-        _add_bounds(wire, _INT64_MIN, _INT64_MAX)
+        for key in _BOUNDS:
+            if key in wire:
+                wire[key] = max(-_WIRE_INTEGER_LIMIT, min(_WIRE_INTEGER_LIMIT, wire[key]))
+        _add_bounds(wire, -_WIRE_INTEGER_LIMIT, _WIRE_INTEGER_LIMIT)
     elif "number" in types and not _has_delicate_bounds(schema):
         _add_bounds(wire, -_WIRE_NUMBER_LIMIT, _WIRE_NUMBER_LIMIT)
         wire["multipleOf"] = _WIRE_NUMBER_STEP
@@ -237,7 +262,7 @@ def _add_bounds(wire: dict[str, Any], low: float, high: float) -> None:
 
 def _has_delicate_bounds(schema: Mapping[str, Any]) -> bool:
     """Whether steps of a billionth could leave no number between the user's own bounds."""
-    bounds = [v for k, v in schema.items() if k.endswith(("inimum", "aximum"))]
+    bounds = [schema[key] for key in _BOUNDS if key in schema]
     return any(v != 0 and not 1e-3 <= abs(v) <= _WIRE_NUMBER_LIMIT for v in bounds)
 
 
@@ -329,6 +354,25 @@ def _start(path: Path, options: _Options) -> _Engine:
     import xllamacpp
 
     api_key = secrets.token_hex(16)
+    try:
+        server = xllamacpp.Server(_server_params(path, options, api_key, _SILENT))
+        address = urlsplit(server.listening_address)
+    except Exception as error:
+        # The exception never says why; a second try lets llama.cpp print it.
+        with contextlib.suppress(Exception):
+            xllamacpp.Server(_server_params(path, options, api_key, _ERRORS))
+        raise SystemicError(
+            f"llama.cpp cannot load {path}: {error} Its own reason stands on stderr. Check the "
+            f"file, and that {options.slots} slots of {options.context_tokens} tokens fit the "
+            "memory"
+        ) from error
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    return _Engine(server, address.hostname or "127.0.0.1", address.port or 80, headers)
+
+
+def _server_params(path: Path, options: _Options, api_key: str, verbosity: int) -> Any:
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_parallel = options.slots
@@ -339,21 +383,12 @@ def _start(path: Path, options: _Options) -> _Engine:
     params.n_batch = _BATCH_TOKENS
     params.fit_params = False  # or it may shrink the context that was asked for
     params.cache_ram_mib = 0  # keeps the memory flat; the slots' own prefix cache remains
-    params.verbosity = _VERBOSITY_ERRORS
+    params.verbosity = verbosity  # errors of single requests come back in the replies
     params.hostnames = ["127.0.0.1"]
-    params.api_keys = [api_key]  # or every user of this machine could read the prompts
+    params.api_keys = [api_key]  # or every user of this machine could use the engine
     params.endpoint_slots = False
     params.ui = False
-    try:
-        server = xllamacpp.Server(params)
-        address = urlsplit(server.listening_address)
-    except Exception as error:
-        raise SystemicError(
-            f"llama.cpp cannot load {path}: {error}; check the file, and that {options.slots} "
-            f"slots of {options.context_tokens} tokens fit the memory"
-        ) from error
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    return _Engine(server, address.hostname or "127.0.0.1", address.port or 80, headers)
+    return params
 
 
 class _Session:

