@@ -52,13 +52,13 @@ from batchsql.warehouse.base import (
     quote,
 )
 from batchsql.warehouse.ledger import (
-    PROCESS,
     Attempt,
     Claim,
     Ledger,
     Shard,
     SpecRow,
     iter_positions,
+    process_id,
     relation_name,
 )
 
@@ -173,12 +173,12 @@ class EnrichmentRun:
         self.run_id = str(uuid.uuid4())
         self.counts = Counts()
         self.columns: list[Column] = []
-        self._owner = f"{PROCESS}:{self.run_id}"
+        self._owner = f"{process_id()}:{self.run_id}"
         self._started_at = time.monotonic()
         self._backend: StreamBackend | None = None
         self._bound: BoundPrompt | None = None
         self._inputs: dict[str, ColumnSql] = {}
-        self._spec_version = ""
+        self.spec_version = ""
         self._identity: Mapping[str, Any] = {}
         self._all_known = False
         self._tries_written = 0
@@ -235,7 +235,7 @@ class EnrichmentRun:
         self._identity = self._backend.identity()
         context.ledger.migrate()
         bound = self._bound_prompt
-        self._spec_version = spec_version(
+        self.spec_version = spec_version(
             model=declaration.model,
             template=declaration.template,
             params=declaration.params,
@@ -245,7 +245,7 @@ class EnrichmentRun:
         )
         context.ledger.write_spec(
             SpecRow(
-                spec_version=self._spec_version,
+                spec_version=self.spec_version,
                 key_recipe=KEY_RECIPE,
                 model=str(declaration.model),
                 template=declaration.template,
@@ -257,7 +257,7 @@ class EnrichmentRun:
             )
         )
         context.ledger.begin_run(
-            self.run_id, context.enrichment, self._spec_version, context.invocation_id
+            self.run_id, context.enrichment, self.spec_version, context.invocation_id
         )
         context.source.create_candidate(self.candidate, self._candidate_sql(select_sql, target))
         self._count_candidate()
@@ -286,17 +286,17 @@ class EnrichmentRun:
                 f"where t.{STATUS_COLUMN} <> 'ok' "
                 f"and not exists (select 1 from picked p where {same}))"
             )
-        # What a template calls an input is the key's label, so a renamed alias changes nothing else.
-        key = item_key_sql(
-            self.context.dialect, self._spec_version, list(self._inputs.items())
-        )
         return (
             f"{head}select q.*, k.request_key as {REQUEST_KEY}, r.output as {OUTPUT}\n"
-            f"from (select s.*, {key} as {ITEM_KEY} from {rows} s) q\n"
+            f"from (select s.*, {self.item_key_sql()} as {ITEM_KEY} from {rows} s) q\n"
             f"left join {names('items')} k on k.item_key = q.{ITEM_KEY}\n"
             f"left join {names('results')} r on r.request_key = k.request_key "
             "and r.state = 'accepted'"
         )
+
+    def item_key_sql(self) -> str:
+        """Return the SQL that computes a row's item key from its input columns."""
+        return item_key_sql(self.context.dialect, self.spec_version, list(self._inputs.items()))
 
     def _unique_key_columns(self) -> list[str]:
         by_name = {column.name: column.name for column in self.columns}
@@ -358,7 +358,7 @@ class EnrichmentRun:
         context = self.context
         for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
             items, requests = self._render_batch(batch)
-            context.ledger.write_items(self._spec_version, items, requests)
+            context.ledger.write_items(self.spec_version, items, requests)
         context.ledger.load_todo(
             iter_positions(context.source.stream(self._wanted_sql(), 100_000))
         )
@@ -535,8 +535,10 @@ class EnrichmentRun:
                     context.info(str(Progress(state.handled, total, now - started)))
                     shown = now
         finally:
-            self._flush(state)
-            context.ledger.finish_shards(state.epochs, self._owner)
+            try:
+                self._flush(state)
+            finally:
+                context.ledger.finish_shards(state.epochs, self._owner)
         if state.handled:
             context.info(str(Progress(state.handled, total, time.monotonic() - started)))
         self._raise_if_stopped()
@@ -555,7 +557,7 @@ class EnrichmentRun:
                 run_id=self.run_id,
                 owner=self._owner,
                 enrichment=self.context.enrichment,
-                spec_version=self._spec_version,
+                spec_version=self.spec_version,
                 backend=self.declaration.model.provider,
                 model=str(self.declaration.model),
                 lease_seconds=self.declaration.lease_seconds,
@@ -631,13 +633,19 @@ class EnrichmentRun:
             state.renewed_at = now
 
     def _flush(self, state: _Shipping) -> None:
-        attempts, state.finished = state.finished, []
+        attempts = state.finished
         state.flushed_at = time.monotonic()
         if not attempts:
             return
-        lost = self.context.ledger.flush(attempts, state.epochs, self.run_id, self._owner)
+        # Closed as soon as their last try is written, so that only open ones have leases to renew.
+        unfinished = {shard_id for shard_id, _ in state.claims.values()}
+        done = {attempt.shard_id for attempt in attempts} - unfinished
+        lost = self.context.ledger.flush(attempts, state.epochs, self.run_id, self._owner, done)
+        state.finished = []  # not before: what could not be written is tried once more at the end
         written = [attempt for attempt in attempts if attempt.shard_id not in lost]
         self._drop(lost, state)
+        for shard_id in done:
+            state.epochs.pop(shard_id, None)
         self._tries_written += len(written)
         usage = [attempt.usage for attempt in written]
         good = sum(attempt.outcome is Outcome.OK for attempt in written)
@@ -693,7 +701,7 @@ class EnrichmentRun:
             keyless = int(found.pop("unrecorded", 0))
             if keyless:
                 problems.append(f"{keyless:,} rows have no recorded request")
-            requests = self.context.ledger.count_requests(self._spec_version)
+            requests = self.context.ledger.count_requests(self.spec_version)
             if not requests.adds_up:
                 problems.append(
                     f"{requests.total:,} requests of this spec are {requests.results:,} answered + "
@@ -766,13 +774,13 @@ class EnrichmentRun:
         listed = ",\n  ".join(columns)
         return f"select\n  {listed}\nfrom (\n{rows}\n) b"
 
-    def finish(self, error: str | None = None) -> None:
-        """Record the run's end and drop its candidate."""
+    def finish(self, error: str | None = None, *, state: str = "finished") -> None:
+        """Record the run's end, ``failed`` where there is an error, and drop its candidate."""
         counts = replace(self.counts, seconds=time.monotonic() - self._started_at)
         self.counts = counts
         self.context.ledger.finish_run(
             self.run_id,
-            "failed" if error else "finished",
+            "failed" if error else state,
             error,
             {
                 "total_rows": counts.rows,

@@ -147,7 +147,7 @@ class LocalBackend:
 
     def complete(
         self, requests: Iterator[Request], call: Call, stop: threading.Event
-    ) -> Iterator[Completion]:
+    ) -> Iterator[Completion | None]:
         """Yield one completion for each request taken; see ``StreamBackend.complete``."""
         session = _Session(_load(self._path, self._options))
         fixed = self._fixed_body(call)

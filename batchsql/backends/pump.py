@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from batchsql.types import Completion, Request
 
 LOOK_AHEAD = 2
 _STOP_POLL_SECONDS = 0.1
+_TICK_SECONDS = 1.0
 
 _Result = Completion | Exception
 
@@ -20,8 +22,10 @@ def pump(
     slots: int,
     stop: threading.Event,
     close: Callable[[], None] = lambda: None,
-) -> Iterator[Completion]:
+) -> Iterator[Completion | None]:
     """Yield one completion for each request taken, in the order in which they finish.
+
+    Yields None about once a second while nothing finishes, so that the caller can renew its leases.
 
     ``ask`` runs in up to ``slots`` threads. ``requests`` is advanced only in the caller's thread,
     since it may read from a database connection, and never by more than ``slots + LOOK_AHEAD``
@@ -51,6 +55,7 @@ def pump(
     threads = 0
     in_flight = 0
     is_exhausted = False
+    yielded_at = time.monotonic()
     try:
         while True:
             while not is_exhausted and in_flight < slots + LOOK_AHEAD and not stop.is_set():
@@ -72,11 +77,15 @@ def pump(
             except queue.Empty:
                 if stop.is_set():
                     return
+                if time.monotonic() - yielded_at >= _TICK_SECONDS:
+                    yield None
+                    yielded_at = time.monotonic()
                 continue
             in_flight -= 1
             if isinstance(result, Exception):
                 raise result
             yield result
+            yielded_at = time.monotonic()
             if stop.is_set() and done.empty():
                 return
     finally:

@@ -27,6 +27,8 @@ KEY_RECIPE = 1
 
 KEY_HEX_DIGITS = 32
 
+_INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
+
 
 def canonical_json(value: object) -> bytes:
     """Return JSON bytes that are the same for equal values: keys sorted, no white space.
@@ -42,7 +44,9 @@ def _canonical(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and not _INT64_MIN <= value <= _UINT64_MAX:
+        return orjson.Fragment(str(value))  # orjson writes 64 bits only
     return value
 
 

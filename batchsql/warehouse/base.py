@@ -32,6 +32,8 @@ class Column:
 
     name: str
     type_name: str
+    type_class: str = ""
+    """``composite``, ``range`` or ``multirange`` for a type whose name may not tell."""
 
 
 class ValueForm(str, Enum):
@@ -215,9 +217,9 @@ def _parse_timestamp(text: str) -> Any:
     head, _, fraction = text.replace(" ", "T", 1).partition(".")
     try:
         stamp = dt.datetime.fromisoformat(head)
+        return stamp.replace(microsecond=int(fraction[:6].ljust(6, "0"))) if fraction else stamp
     except ValueError:
         return text
-    return stamp.replace(microsecond=int(fraction[:6].ljust(6, "0"))) if fraction else stamp
 
 
 def _parse_timestamp_utc(text: str) -> Any:
@@ -225,12 +227,28 @@ def _parse_timestamp_utc(text: str) -> Any:
     return stamp.replace(tzinfo=dt.timezone.utc) if isinstance(stamp, dt.datetime) else stamp
 
 
+def _parse_json(text: str) -> Any:
+    value = json.loads(text)
+    return _without_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Replace what is half a character in a JSON text: it can be neither stored nor sent."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    return value
+
+
 _PARSERS: dict[ValueForm, Callable[[str], Any]] = {
     ValueForm.DECIMAL: decimal.Decimal,
     ValueForm.DATE: _parse_date,
     ValueForm.TIMESTAMP: _parse_timestamp,
     ValueForm.TIMESTAMP_UTC: _parse_timestamp_utc,
-    ValueForm.JSON: json.loads,
+    ValueForm.JSON: _parse_json,
 }
 
 

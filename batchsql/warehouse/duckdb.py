@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +29,11 @@ _INTEGERS = {
 }  # fmt: skip
 _NATIVE_INTEGERS = _INTEGERS - {"HUGEINT", "UHUGEINT"}
 
+# What an enum or a struct calls its members must not be taken for a type.
+_QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"")
+
+_TIMES_OF_A_ZONE = re.compile(r"TIMESTAMP WITH TIME ZONE|TIMESTAMPTZ|VARIANT")
+
 _COLUMN_TYPES = {
     ValueKind.TEXT: "VARCHAR",
     ValueKind.INTEGER: "BIGINT",
@@ -46,7 +52,7 @@ class DuckDBDialect:
 
     def input_sql(self, column: Column) -> ColumnSql:
         name = quote(column.name, "duckdb")
-        kind = column.type_name.upper()
+        kind = _QUOTED.sub("", column.type_name).upper()
         text = f"{name}::varchar"
         if kind == "VARCHAR":
             return ColumnSql(name, name, ValueForm.TEXT)
@@ -56,35 +62,45 @@ class DuckDBDialect:
             return ColumnSql(text, name, ValueForm.NATIVE)
         if kind in _INTEGERS:  # 128 bits do not travel as Arrow integers
             return ColumnSql(text, text, ValueForm.DECIMAL)
-        if kind.startswith("DECIMAL"):
+        if re.fullmatch(r"DECIMAL\(\d+,0\)", kind):
             return ColumnSql(text, text, ValueForm.DECIMAL)
+        if re.fullmatch(r"DECIMAL\(\d+,\d+\)", kind):
+            # As PostgreSQL's: 1.50 equals 1.5, whatever the declared scale.
+            trimmed = f"rtrim(rtrim({text}, '0'), '.')"
+            return ColumnSql(trimmed, trimmed, ValueForm.DECIMAL)
         if kind in ("FLOAT", "DOUBLE"):
             # -0 equals 0 and NaNs are all alike; their texts are not.
-            key = f"(case when {name} = 0 then '0' when isnan({name}) then 'nan' else {name}::double::varchar end)"
-            return ColumnSql(key, f"(case when {name} = 0 then 0 else {name} end)::double", ValueForm.NATIVE)  # fmt: skip
+            key = f"(case when {name} = 0 then '0' when isnan({name}) then 'nan' else {text} end)"
+            # By its text, 0.1 of single precision stays 0.1.
+            value = f"(case when {name} = 0 then '0' else {text} end)::double"
+            return ColumnSql(key, value, ValueForm.NATIVE)
         if kind == "DATE":
-            return ColumnSql(f"coalesce(epoch_us({name})::varchar, {text})", text, ValueForm.DATE)
-        if kind == "TIMESTAMP_NS":
-            return ColumnSql(f"coalesce(epoch_ns({name})::varchar, {text})", text, ValueForm.TIMESTAMP)  # fmt: skip
-        if kind in ("TIMESTAMP", "TIMESTAMP_S", "TIMESTAMP_MS"):
-            key = f"coalesce(epoch_us({name})::varchar, {text})"
-            return ColumnSql(key, text, ValueForm.TIMESTAMP)
-        if kind == "TIMESTAMP WITH TIME ZONE":
-            utc = f"({name} at time zone 'UTC')::varchar"
-            return ColumnSql(f"coalesce(epoch_us({name})::varchar, {utc})", utc, ValueForm.TIMESTAMP_UTC)  # fmt: skip
+            return ColumnSql(text, text, ValueForm.DATE)
+        if kind in ("TIMESTAMP", "TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP_NS"):
+            return ColumnSql(text, text, ValueForm.TIMESTAMP)
+        if kind in ("TIMESTAMP WITH TIME ZONE", "TIMESTAMPTZ_NS"):
+            # Not AT TIME ZONE, which reckons in the session's calendar. Infinity has no epoch.
+            utc = (
+                f"make_timestamp_ns(epoch_ns({name}))"
+                if kind == "TIMESTAMPTZ_NS"
+                else f"make_timestamp(epoch_us({name}))"
+            )
+            utc_text = f"coalesce({utc}::varchar, {text})"
+            return ColumnSql(utc_text, utc_text, ValueForm.TIMESTAMP_UTC)
         if kind == "BLOB":
             return ColumnSql(f"hex({name})", name, ValueForm.NATIVE)
         if kind == "JSON":
             return ColumnSql(text, text, ValueForm.JSON)
-        if "WITH TIME ZONE" in kind:
+        if _TIMES_OF_A_ZONE.search(kind):
             raise UnsupportedColumnTypeError(
-                f"its type {column.type_name} holds times whose text depends on the session's time "
-                "zone; select the parts you need, or cast it to VARCHAR"
+                f"its type {column.type_name} can hold a TIMESTAMP WITH TIME ZONE inside, whose text "
+                "depends on the session's time zone; select the parts that the prompt needs as "
+                "columns, or cast them to TIMESTAMP inside it"
             )
         if kind.endswith("]") or kind.startswith(("STRUCT", "MAP", "UNION")):
             as_json = f"to_json({name})::varchar"
             return ColumnSql(as_json, as_json, ValueForm.JSON)
-        return ColumnSql(text, text, ValueForm.TEXT)  # uuid, enum, time, interval, bit
+        return ColumnSql(text, text, ValueForm.TEXT)  # uuid, enum, times, interval, bit
 
     def digest_uuid(self, text_sql: str) -> str:
         return f"left(sha256({text_sql}), 32)::uuid"
@@ -96,7 +112,8 @@ class DuckDBDialect:
         target = type_name or self.column_type(kind)
         value = f"({answer} {operator} {literal(path)})"
         if kind is ValueKind.JSON:
-            value = f"nullif({value}::varchar, 'null')"
+            # From JSON, not from its text, since a cast to a list or struct reads these differently.
+            value = f"nullif({value}::varchar, 'null')::json"
         return f"cast({value} as {target})"
 
     def column_type(self, kind: ValueKind) -> str:
@@ -176,7 +193,8 @@ class DuckDBWarehouse:
                 yield
                 self._cursor.commit()
             except BaseException:
-                self._cursor.rollback()
+                with suppress(Exception):  # a failed commit has rolled back already
+                    self._cursor.rollback()
                 raise
             finally:
                 for name in self._staged:

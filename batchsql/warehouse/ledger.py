@@ -7,8 +7,9 @@ again. ``docs/ledger.md`` describes every table for readers.
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -24,8 +25,16 @@ from batchsql.warehouse.base import Warehouse, quote
 LEDGER_VERSION = 1
 """Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
 
-PROCESS = uuid.uuid4().hex
-"""This process, as the owner of leases."""
+_PROCESS_NONCE = uuid.uuid4().hex
+
+
+def process_id() -> str:
+    """Return this process as the owner of leases.
+
+    A forked child has its parent's memory but is another process, so the id is made of both.
+    """
+    return f"{_PROCESS_NONCE}-{os.getpid()}"
+
 
 _MIGRATIONS: dict[int, tuple[str, ...]] = {
     1: (
@@ -196,6 +205,9 @@ class Ledger:
         self.schema = schema
         self.prefix = prefix
         self._names = {name: self.relation(name) for name in (*_TABLES, "meta")}
+        # Qualified wherever they are named: a bare name could mean a table of the user's.
+        temporary = _TEMPORARY_SCHEMA[warehouse.dialect]
+        self._names.update({name: f"{temporary}.{name}" for name in ("todo", "borrowed")})
 
     def relation(self, name: str) -> str:
         """Return the quoted, qualified name of a table of the ledger."""
@@ -322,33 +334,37 @@ class Ledger:
             batches: columns ``request_key`` (text) and ``position`` (integers from 1, ascending).
         """
         warehouse = self.warehouse
-        warehouse.execute("drop table if exists todo")
+        warehouse.execute(self._sql("drop table if exists {todo}"))
         warehouse.execute(
-            "create temporary table todo (request_key uuid not null, position bigint not null)"
+            self._sql(
+                "create temporary table {todo} (request_key uuid not null, position bigint not null)"
+            )
         )
         for batch in batches:
             with warehouse.transaction():
                 staged = warehouse.stage("todo", pa.Table.from_batches([batch]))
                 warehouse.execute(
-                    f"insert into todo select request_key::uuid, position from {staged}"
+                    self._sql(
+                        f"insert into {{todo}} select request_key::uuid, position from {staged}"
+                    )
                 )
         if warehouse.dialect == "postgres":
-            warehouse.execute("create index on todo (position)")
-            warehouse.execute("analyze todo")
+            warehouse.execute(self._sql("create index on {todo} (position)"))
+            warehouse.execute(self._sql("analyze {todo}"))
 
     def count_todo(self) -> int:
         """Return how many requests are on the run's list."""
-        return int(self.warehouse.fetch("select count(*) from todo")[0][0])
+        return int(self.warehouse.fetch(self._sql("select count(*) from {todo}"))[0][0])
 
     def trim_todo(self) -> int:
         """Drop what is answered or dead from the run's list; return what is left."""
         with self.warehouse.transaction():
-            self.warehouse.execute(self._sql(f"delete from todo t where not ({_OPEN})"))
+            self.warehouse.execute(self._sql(f"delete from {{todo}} t where not ({_OPEN})"))
             return self.count_todo()
 
     def count_claimed_elsewhere(self) -> int:
         """Return how many wanted requests another run is answering now."""
-        sql = "select count(*) from todo t join {claims} c on c.request_key = t.request_key"
+        sql = "select count(*) from {todo} t join {claims} c on c.request_key = t.request_key"
         return int(self.warehouse.fetch(self._sql(sql))[0][0])
 
     def borrow(self, other: Ledger, run_id: str) -> int:
@@ -369,11 +385,11 @@ class Ledger:
         theirs = other.relation("results")
         warehouse = self.warehouse
         with warehouse.transaction():
-            warehouse.execute("drop table if exists borrowed")
+            warehouse.execute(self._sql("drop table if exists {borrowed}"))
             warehouse.execute(
                 self._sql(
-                    "create temporary table borrowed as select r.request_key, r.output, "
-                    f"r.checksum, {_NEW_UUID[warehouse.dialect]} as attempt_id from todo t "
+                    "create temporary table {borrowed} as select r.request_key, r.output, "
+                    f"r.checksum, {_NEW_UUID[warehouse.dialect]} as attempt_id from {{todo}} t "
                     f"join {theirs} r on r.request_key = t.request_key and r.state = 'accepted' "
                     "where not exists (select 1 from {results} o where "
                     "o.request_key = t.request_key)"
@@ -383,21 +399,21 @@ class Ledger:
                 self._names["results"],
                 ("request_key", "output", "checksum", "attempt_id", "state", "created_at"),
                 "select request_key, output, checksum, attempt_id, 'accepted' as state, "
-                f"{warehouse.clock} as created_at from borrowed",
+                f"{warehouse.clock} as created_at from {self._names['borrowed']}",
             )
             # One row per answer that is really ours now: another run may have been first.
             warehouse.execute(
                 self._sql(
                     "insert into {attempts} (attempt_id, request_key, run_id, attempt_number, "
                     "outcome, is_final, recorded_at) select b.attempt_id, b.request_key, ?::uuid, "
-                    "0, 'borrowed', false, {clock} from borrowed b join {results} r on "
+                    "0, 'borrowed', false, {clock} from {borrowed} b join {results} r on "
                     "r.request_key = b.request_key and r.attempt_id = b.attempt_id"
                 ),
                 [run_id],
             )
             rows = warehouse.fetch(
                 self._sql(
-                    "select count(*) from borrowed b join {results} r on "
+                    "select count(*) from {borrowed} b join {results} r on "
                     "r.request_key = b.request_key and r.attempt_id = b.attempt_id"
                 )
             )
@@ -408,15 +424,16 @@ class Ledger:
     def free_lost_shards(self) -> int:
         """Take back the work of owners that are gone: raise the epoch, free the claims.
 
-        A shard is lost when its lease has run out or, where one process owns the warehouse, when
-        its owner is another process. Returns the number of shards freed.
+        A shard is lost when its lease has run out or, where one process owns the warehouse, at once
+        when its owner is another process. Returns the number of shards freed.
         """
         warehouse = self.warehouse
         if warehouse.has_foreign_writers:
-            lost, params = "lease_expires_at < {clock}", []
-            skip = " for update skip locked"
+            lost, skip = "lease_expires_at < {clock}", " for update skip locked"
+            params = []
         else:
-            lost, params, skip = "owner not like ?", [f"{PROCESS}%"], ""
+            lost, skip = "(lease_expires_at < {clock} or owner not like ?)", ""
+            params = [f"{process_id()}:%"]
         with warehouse.transaction():
             found = warehouse.fetch(
                 self._sql(
@@ -465,8 +482,10 @@ class Ledger:
         shard_id = str(uuid.uuid4())
         with warehouse.transaction():
             window = warehouse.fetch(
-                "select max(position) from (select position from todo where position > ? "
-                "order by position limit ?) w",
+                self._sql(
+                    "select max(position) from (select position from {todo} where position > ? "
+                    "order by position limit ?) w"
+                ),
                 [after, size],
             )
             last = window[0][0]
@@ -477,7 +496,7 @@ class Ledger:
                 ("request_key", "shard_id", "epoch", "claimed_at"),
                 self._sql(
                     f"select t.request_key, '{shard_id}'::uuid as shard_id, 1 as epoch, {{clock}} as "
-                    f"claimed_at from todo t where t.position > {int(after)} and t.position <= "
+                    f"claimed_at from {{todo}} t where t.position > {int(after)} and t.position <= "
                     f"{int(last)} and {_OPEN}"
                 ),
             )
@@ -489,7 +508,11 @@ class Ledger:
                     [shard_id],
                 )
             claims = self._read_claims(shard_id)
-            if claims:
+            if not claims:  # nothing may stay claimed by a shard that is not there
+                warehouse.execute(
+                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+                )
+            else:
                 warehouse.execute(
                     self._sql(
                         "insert into {shards} (shard_id, run_id, enrichment, spec_version, backend, "
@@ -517,15 +540,16 @@ class Ledger:
                 "      coalesce(p.replayed, -1) then 1 else 0 end) as transient_failures "
                 "  from {attempts} a join {claims} k on k.request_key = a.request_key "
                 "  and k.shard_id = ?::uuid "
-                "  left join (select request_key, max(attempt_number) as replayed from {attempts} "
-                "    where outcome = 'replayed' group by request_key) p "
+                "  left join (select b.request_key, max(b.attempt_number) as replayed "
+                "    from {attempts} b join {claims} m on m.request_key = b.request_key "
+                "    and m.shard_id = ?::uuid where b.outcome = 'replayed' group by b.request_key) p "
                 "  on p.request_key = a.request_key group by a.request_key) h "
                 "on h.request_key = c.request_key "
-                "join todo t on t.request_key = c.request_key "
+                "join {todo} t on t.request_key = c.request_key "
                 "where c.shard_id = ?::uuid order by t.position",
                 item_failures=_ITEM_FAILURES,
             ),
-            [shard_id, shard_id],
+            [shard_id, shard_id, shard_id],
         )
         prefixes: dict[str, tuple[Message, ...]] = {}
         claims = []
@@ -568,12 +592,18 @@ class Ledger:
         )
 
     def flush(
-        self, attempts: Sequence[Attempt], epochs: Mapping[str, int], run_id: str, owner: str
+        self,
+        attempts: Sequence[Attempt],
+        epochs: Mapping[str, int],
+        run_id: str,
+        owner: str,
+        done: Collection[str] = (),
     ) -> set[str]:
         """Write finished tries, their answers, and free their claims, all in one transaction.
 
         Each shard's row is locked and its owner and epoch checked first; tries of a shard that was
-        taken over are left out, since its new owner answers for them.
+        taken over are left out, since its new owner answers for them. Shards named in ``done`` have
+        no try outstanding after these, and are closed.
 
         Returns:
             The ids of the shards that are not ours any more.
@@ -585,6 +615,8 @@ class Ledger:
             kept = [attempt for attempt in attempts if attempt.shard_id not in lost]
             if kept:
                 self._write_attempts(kept, run_id)
+            for shard_id in sorted(set(done) & set(touched) - lost):
+                self._close_shard(shard_id)
         return lost
 
     def _write_attempts(self, attempts: Sequence[Attempt], run_id: str) -> None:
@@ -627,18 +659,20 @@ class Ledger:
         """Close shards of this run and free whatever they still claim."""
         with self.warehouse.transaction():
             for shard_id, epoch in sorted(epochs.items()):
-                if not self._hold(shard_id, epoch, owner):
-                    continue
-                self.warehouse.execute(
-                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
-                )
-                self.warehouse.execute(
-                    self._sql(
-                        "update {shards} set state = 'finished', finished_at = {clock} "
-                        "where shard_id = ?::uuid"
-                    ),
-                    [shard_id],
-                )
+                if self._hold(shard_id, epoch, owner):
+                    self._close_shard(shard_id)
+
+    def _close_shard(self, shard_id: str) -> None:
+        self.warehouse.execute(
+            self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+        )
+        self.warehouse.execute(
+            self._sql(
+                "update {shards} set state = 'finished', finished_at = {clock} "
+                "where shard_id = ?::uuid"
+            ),
+            [shard_id],
+        )
 
     # --- runs and reconciliation --------------------------------------------------------------
 
@@ -690,7 +724,9 @@ class Ledger:
                 f"with mine as {mine} select (select count(*) from mine), "
                 "(select count(*) from mine join {results} r on r.request_key = mine.request_key), "
                 "(select count(*) from mine join {dead_letters} d on d.request_key = mine.request_key), "
-                "(select count(*) from mine join {claims} c on c.request_key = mine.request_key), "
+                # A claimed request can have an answer already: one borrowed from another ledger.
+                "(select count(*) from mine join {claims} c on c.request_key = mine.request_key "
+                " where not exists (select 1 from {results} r where r.request_key = c.request_key)), "
                 "(select count(*) from mine where "
                 " not exists (select 1 from {results} r where r.request_key = mine.request_key) and "
                 " not exists (select 1 from {dead_letters} d where d.request_key = mine.request_key) "
@@ -751,6 +787,7 @@ _OPEN = (
 )
 _ITEM_FAILURES = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.is_item_failure)
 _NEW_UUID = {"duckdb": "uuid()", "postgres": "gen_random_uuid()"}
+_TEMPORARY_SCHEMA = {"duckdb": "temp.main", "postgres": "pg_temp"}
 
 
 def relation_name(warehouse: Warehouse, schema: str, name: str) -> str:

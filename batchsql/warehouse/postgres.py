@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +23,8 @@ from batchsql.warehouse.base import (
 _MIGRATION_LOCK = 4_702_111_234_474_983
 """Any number no other program is likely to use for an advisory lock."""
 
+_MAX_BATCH_BYTES = 64 * 1024 * 1024
+
 _COLUMN_TYPES = {
     ValueKind.TEXT: "text",
     ValueKind.INTEGER: "bigint",
@@ -33,8 +35,26 @@ _COLUMN_TYPES = {
     ValueKind.JSON: "jsonb",
 }
 
+# Types whose text depends on the session's settings, with the function that gives their bytes.
+_SEND = {
+    "money": "cash_send", "interval": "interval_send",
+    "point": "point_send", "line": "line_send", "lseg": "lseg_send", "box": "box_send",
+    "path": "path_send", "polygon": "poly_send", "circle": "circle_send",
+}  # fmt: skip
+_SEND_CLASS = {"composite": "record_send", "range": "range_send", "multirange": "multirange_send"}
+_TYPE_CLASSES = {"c": "composite", "r": "range", "m": "multirange"}
+
+# Their arrays have one text in every session; other arrays go by their bytes, in which texts are
+# in the client's encoding.
+_STABLE_ELEMENTS = {
+    "text", "character varying", "character", "smallint", "integer", "bigint", "boolean", "uuid",
+    "json", "jsonb", "inet", "cidr",
+}  # fmt: skip
+
 # What a value looks like must not depend on the user's session, so ours is pinned.
 _SESSION = (
+    # The ledger's statements must see what others committed while they waited for a lock.
+    "set default_transaction_isolation to 'read committed'",
     "set time zone 'UTC'",
     "set datestyle to 'ISO, YMD'",
     "set intervalstyle to 'postgres'",
@@ -45,7 +65,10 @@ _SESSION = (
 
 
 class PostgresDialect:
-    """SQL fragments for PostgreSQL 12 and later."""
+    """SQL fragments for PostgreSQL 14 and later.
+
+    Before 14 ``extract`` gave a float, whose text depends on the session.
+    """
 
     name = "postgres"
 
@@ -53,10 +76,15 @@ class PostgresDialect:
         name = quote(column.name, "postgres")
         kind = column.type_name.lower()
         text = f"{name}::text"
-        if kind in ("text", "character varying", "name") or kind.startswith("character varying("):
-            return ColumnSql(text, text, ValueForm.TEXT)
-        if kind.startswith(("character", '"char"')):
-            return ColumnSql(text, text, ValueForm.TEXT)
+        if kind.endswith("[]"):
+            is_stable = kind.removesuffix("[]") in _STABLE_ELEMENTS
+            key = text if is_stable else f"encode(array_send({name}), 'hex')"
+            return ColumnSql(key, f"to_json({name})::text", ValueForm.JSON)
+        if column.type_class in _SEND_CLASS:
+            key = f"encode({_SEND_CLASS[column.type_class]}({name}), 'hex')"
+            if column.type_class == "composite":
+                return ColumnSql(key, f"to_json({name})::text", ValueForm.JSON)
+            return ColumnSql(key, text, ValueForm.TEXT)
         if kind in ("smallint", "integer", "bigint"):
             return ColumnSql(text, name, ValueForm.NATIVE)
         if kind == "boolean":
@@ -64,12 +92,15 @@ class PostgresDialect:
         if kind.startswith("numeric"):
             trimmed = f"trim_scale({name})::text"
             return ColumnSql(trimmed, trimmed, ValueForm.DECIMAL)
-        if kind == "money":
-            amount = f"{name}::numeric::text"
-            return ColumnSql(amount, amount, ValueForm.DECIMAL)
         if kind in ("real", "double precision"):
-            key = f"(case when {name} = 0 then '0' else encode(float8send({name}::float8), 'hex') end)"
-            return ColumnSql(key, f"(case when {name} = 0 then 0 else {name} end)::float8", ValueForm.NATIVE)  # fmt: skip
+            # -0 equals 0 and NaNs are all alike; their bytes are not.
+            key = (
+                f"(case when {name} = 0 then '0' when {name} = 'NaN' then 'nan' "
+                f"else encode(float8send({name}::float8), 'hex') end)"
+            )
+            # By its text, 0.1 of single precision stays 0.1.
+            value = f"(case when {name} = 0 then '0' else {text} end)::float8"
+            return ColumnSql(key, value, ValueForm.NATIVE)
         if kind == "date":
             return ColumnSql(f"extract(epoch from {name})::text", f"to_json({name})#>>'{{}}'", ValueForm.DATE)  # fmt: skip
         if kind.startswith("timestamp"):
@@ -82,16 +113,16 @@ class PostgresDialect:
             return ColumnSql(f"encode({name}, 'hex')", name, ValueForm.NATIVE)
         if kind in ("json", "jsonb"):
             return ColumnSql(text, text, ValueForm.JSON)
-        if kind.startswith("interval"):
-            return ColumnSql(f"encode(interval_send({name}), 'hex')", text, ValueForm.TEXT)
-        if kind.endswith("[]"):
-            key = f"encode(array_send({name}), 'hex')"
-            return ColumnSql(key, f"to_json({name})::text", ValueForm.JSON)
+        if kind in _SEND:
+            key = f"encode({_SEND[kind]}({name}), 'hex')"
+            if kind == "money":
+                return ColumnSql(key, f"{name}::numeric::text", ValueForm.DECIMAL)
+            return ColumnSql(key, text, ValueForm.TEXT)
         if kind == "record":
             raise UnsupportedColumnTypeError(
                 "an anonymous record has no stable text; select its fields"
             )
-        return ColumnSql(text, text, ValueForm.TEXT)  # uuid, enum, inet, time, ranges, citext
+        return ColumnSql(text, text, ValueForm.TEXT)  # text, varchar, char, uuid, enum, inet, time
 
     def digest_uuid(self, text_sql: str) -> str:
         digest = f"sha256(convert_to({text_sql}, 'UTF8'))"
@@ -103,6 +134,12 @@ class PostgresDialect:
         value = f"({answer} {operator} {literal(name)})"
         if kind is ValueKind.JSON:
             value = f"nullif({value}, 'null'::jsonb)"
+            if target.rstrip().endswith("[]"):  # no cast leads from jsonb to an array
+                value = (
+                    f"case when {value} is not null then array(select e.item from "
+                    f"jsonb_array_elements_text({value}) with ordinality as e(item, place) "
+                    "order by e.place) end"
+                )
         return f"cast({value} as {target})"
 
     def column_type(self, kind: ValueKind) -> str:
@@ -135,13 +172,15 @@ class PostgresSource:
         if not described:
             return []
         oids = ", ".join(str(int(oid)) for _, oid in described)
-        types = dict(
-            self._query(
-                "select t.oid, format_type(coalesce(nullif(t.typbasetype, 0), t.oid), null) "
-                f"from pg_catalog.pg_type t where t.oid in ({oids})"
+        # A domain is described as the type that it restricts.
+        types = {
+            oid: (type_name, _TYPE_CLASSES.get(type_class, ""))
+            for oid, type_name, type_class in self._query(
+                "select oid, format_type(oid, null), typtype::text "
+                f"from pg_catalog.pg_type where oid in ({oids})"
             ).fetchall()
-        )
-        return [Column(name, types[oid]) for name, oid in described]
+        }
+        return [Column(name, *types[oid]) for name, oid in described]
 
     def create_candidate(self, relation: str, select_sql: str) -> None:
         self._query(f"drop table if exists {relation}")
@@ -161,15 +200,16 @@ class PostgresSource:
         with closing(self._connect()) as connection, connection.cursor() as cursor:
             cursor.execute(sql)
             pending: list[pa.RecordBatch] = []
-            rows = 0
+            rows = size = 0
             for batch in cursor.fetch_record_batch():
                 pending.append(batch)
                 rows += batch.num_rows
-                if rows >= batch_rows:
-                    yield _one_batch(pending)
-                    pending, rows = [], 0
+                size += batch.nbytes
+                if rows >= batch_rows or size >= _MAX_BATCH_BYTES:
+                    yield from _combined(pending)
+                    pending, rows, size = [], 0, 0
             if rows:
-                yield _one_batch(pending)
+                yield from _combined(pending)
 
     def release(self) -> None:
         self._commit()
@@ -179,8 +219,10 @@ class PostgresSource:
         self._resume()
 
 
-def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+def _combined(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Return few large batches for many small ones: one, unless its texts pass Arrow's 2 GB."""
+    combined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return combined
 
 
 def connect_adbc(conninfo: str, role: str | None) -> Any:
@@ -236,7 +278,8 @@ class PostgresWarehouse:
             yield
             self._connection.commit()
         except BaseException:
-            self._connection.rollback()
+            with suppress(Exception):  # a connection that is lost cannot; the first error tells why
+                self._connection.rollback()
             raise
         finally:
             self._in_transaction = False

@@ -1,42 +1,56 @@
 -- How often the model and a person gave the same label. Only answered tickets are compared, so
--- `compared` falls below `golden` while answers are pending. An absent order number agrees with an
--- absent one.
-{% set labels = ['order_number', 'sentiment', 'wants_refund'] %}
-
+-- `compared` falls below `golden` while answers are pending.
 with pairs as (
 
     select
-        {% for label in labels %}
-        answers.{{ label }} as {{ label }}_answer,
-        golden.{{ label }} as {{ label }}_golden,
-        {% endfor %}
+        golden.order_number as golden_order_number,
+        golden.sentiment as golden_sentiment,
+        answers.order_number,
+        answers.sentiment,
         coalesce(answers.llm_status, 'missing') = 'ok' as is_answered
     from {{ ref('golden_labels') }} as golden
     left join {{ ref('ticket_labels') }} as answers
         on golden.ticket_id = answers.ticket_id
 
+),
+
+comparisons as (
+
+    -- A ticket that names no order should have no order number.
+    select
+        'order_number' as label,
+        is_answered,
+        order_number is not distinct from golden_order_number as is_equal
+    from pairs
+
+    union all
+
+    -- No golden sentiment means that the ticket is neither positive nor negative.
+    select
+        'sentiment' as label,
+        is_answered,
+        sentiment is not distinct from golden_sentiment as is_equal
+    from pairs
+    where golden_sentiment is not null
+
+),
+
+counted as (
+
+    select
+        label,
+        count(*) as golden,
+        sum(case when is_answered then 1 else 0 end) as compared,
+        sum(case when is_answered and is_equal then 1 else 0 end) as agreed
+    from comparisons
+    group by label
+
 )
 
-{% for label in labels %}
 select
-    '{{ label }}' as label,
-    count(*) as golden,
-    cast(sum(case when is_answered then 1 else 0 end) as bigint) as compared,
-    cast(sum(
-        case
-            when is_answered and {{ label }}_answer is not distinct from {{ label }}_golden then 1
-            else 0
-        end
-    ) as bigint) as agreed,
-    cast(round(
-        1.0 * sum(
-            case
-                when is_answered and {{ label }}_answer is not distinct from {{ label }}_golden then 1
-                else 0
-            end
-        ) / nullif(sum(case when is_answered then 1 else 0 end), 0), 3
-    ) as numeric(5, 3)) as share
-from pairs
-{% if not loop.last %}union all{% endif %}
-
-{% endfor %}
+    label,
+    golden,
+    cast(compared as bigint) as compared,
+    cast(agreed as bigint) as agreed,
+    cast(round(1.0 * agreed / nullif(compared, 0), 3) as numeric(5, 3)) as share
+from counted

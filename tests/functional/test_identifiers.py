@@ -1,0 +1,61 @@
+"""Names of every kind, as inputs, as unique keys and as outputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.project import Project
+from tests.support.tables import quoted, rows_sql
+
+INPUTS = {
+    "select": "a reserved word",
+    "Order": "a reserved word in mixed case",
+    "userName": "mixed case",
+    "with space": "a space",
+    'User "Name"': "quotes",
+    "it's": "an apostrophe",
+    "Größe": "letters beyond ASCII",
+    "a.b": "a dot",
+    "100%": "a percent sign",
+}
+OUTPUTS = [
+    "$x", "/x", "a.b.c", "when it", "größe", "group", "it''s", 'the "x"', "back\\slash", "$.x", "x[0]",
+    "*", "日本", "100 %",
+]  # fmt: skip
+PROMPT = """{{ select }} {{ Order }} {{ userName }} {{ row['with space'] }}
+{{ row['User "Name"'] }} {{ row["it's"] }} {{ Größe }} {{ row['a.b'] }} {{ row['100%'] }} {{ n }}"""
+
+
+@pytest.mark.parametrize("is_incremental", [False, True], ids=["table", "incremental"])
+def test_names_of_every_kind_work(project: Project, is_incremental: bool) -> None:
+    rows = [{**INPUTS, "n": n, 'Key "1"': f"row {n}"} for n in range(4)]
+    project.write("prompts/label.md", PROMPT)
+    project.model("tickets", rows_sql(rows))
+    project.model(
+        "labels", "select * from {{ ref('tickets') }}",
+        llm={
+            "incremental": is_incremental,
+            "returns": {name: {"type": "integer", "minimum": n} for n, name in enumerate(OUTPUTS)},
+        },
+        # dbt writes a unique key into its SQL as it is, so an odd one is given in quotes.
+        unique_key=quoted('Key "1"') if is_incremental else 'Key "1"',
+    )  # fmt: skip
+    first = project.run("run")
+    assert first.ok, first.output
+    assert len(project.sent()) == 4
+    project.forget_sent()
+    second = project.run("run")
+    assert second.ok, second.output
+    assert project.sent() == []
+    target = project.target
+    selected = ", ".join(quoted(name) for name in OUTPUTS)
+    assert target.query(f"select {selected} from {{schema}}.labels") == [
+        tuple(range(len(OUTPUTS)))
+    ] * 4
+    assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [("ok", 4)]
+    text = target.one("select min(messages) from {ledger}.requests")
+    for value in INPUTS.values():
+        assert value in text
+    assert sorted(target.query("select unique_key from {ledger}.items")) == [
+        (f"row {n}",) for n in range(4)
+    ]

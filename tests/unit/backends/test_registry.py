@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchsql.backends import registry
+from batchsql.backends.params import Param
+from batchsql.errors import SpecError, SystemicError
+from batchsql.types import ModelRef
+
+
+@pytest.fixture(autouse=True)
+def restore_providers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_PROVIDERS", dict(registry._PROVIDERS))
+    yield
+
+
+def test_unknown_provider_lists_the_known_ones() -> None:
+    with pytest.raises(SpecError, match=r"'openai' is not known; known: local"):
+        registry.open_backend(ModelRef("openai", "gpt"), {}, Path())
+    assert "known: local" in registry.check_params("openai", {})[0].message
+
+
+def test_registered_provider_is_opened_with_what_was_given() -> None:
+    seen = []
+
+    def opener(*args: object) -> object:
+        seen.append(args)
+        return "backend"
+
+    registry.register("fake", opener, {"temperature": Param("number", 0, 1)})  # type: ignore[arg-type]
+    model = ModelRef("fake", "m")
+    assert registry.open_backend(model, {"slots": 1}, Path("p")) == "backend"
+    assert seen == [(model, {"slots": 1}, Path("p"))]
+    assert registry.known_providers() == ("fake", "local")
+    assert registry.check_params("fake", {"temperature": 0.5}) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "where", "part"),
+    [
+        ({"temperature": 3}, "params.temperature", "a number from 0 to 2"),
+        ({"temperature": "warm"}, "params.temperature", "a number"),
+        ({"temperature": float("nan")}, "params.temperature", "a number"),
+        ({"top_k": 1.5}, "params.top_k", "a whole number"),
+        ({"seed": True}, "params.seed", "a whole number"),
+        ({"stop": []}, "params.stop", "a text, or a list of at most 16"),
+        ({"stop": ["a", 1]}, "params.stop", "a text"),
+        ({"temprature": 1}, "params.temprature", "accepted: max_tokens"),
+    ],
+)
+def test_wrong_param_is_a_mistake(params: dict[str, object], where: str, part: str) -> None:
+    mistakes = registry.check_params("local", params)
+    assert [m.where for m in mistakes] == [where]
+    assert part in mistakes[0].message
+
+
+def test_good_params_pass() -> None:
+    good = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["\n"], "max_tokens": 64}
+    assert registry.check_params("local", good) == []
+
+
+def test_local_refuses_unknown_options_names_and_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="engine.slot: .*accepted: context, gpu_layers, slots"):
+        registry.open_backend(ModelRef("local", "smollm2-135m"), {"slot": 4}, tmp_path)
+    with pytest.raises(SystemicError, match="accepted: local/smollm2-135m"):
+        registry.open_backend(ModelRef("local", "llama"), {}, tmp_path)
+    with pytest.raises(SystemicError, match=str(tmp_path / "no.gguf")):
+        registry.open_backend(ModelRef("local", "no.gguf"), {}, tmp_path)
