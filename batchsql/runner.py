@@ -259,6 +259,7 @@ class EnrichmentRun:
         context.ledger.begin_run(
             self.run_id, context.enrichment, self.spec_version, context.invocation_id
         )
+        context.ledger.drop_leftover_candidates()
         context.source.create_candidate(self.candidate, self._candidate_sql(select_sql, target))
         self._count_candidate()
 

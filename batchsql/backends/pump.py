@@ -55,7 +55,7 @@ def pump(
     threads = 0
     in_flight = 0
     is_exhausted = False
-    yielded_at = time.monotonic()
+    finished: Completion | None = None
     try:
         while True:
             while not is_exhausted and in_flight < slots + LOOK_AHEAD and not stop.is_set():
@@ -68,26 +68,22 @@ def pump(
                 if threads < min(slots, in_flight):
                     threads += 1
                     threading.Thread(target=work, name="batchsql-pump", daemon=True).start()
-                if not done.empty():
-                    break
-            if in_flight == 0:
+            if finished is not None:
+                # Only now that its place is filled: the caller may take long before it comes back.
+                yield finished
+                finished = None
+            if in_flight == 0 and (is_exhausted or stop.is_set()):
                 return
             try:
                 result = done.get(timeout=_STOP_POLL_SECONDS)
             except queue.Empty:
                 if stop.is_set():
                     return
-                if time.monotonic() - yielded_at >= _TICK_SECONDS:
-                    yield None
-                    yielded_at = time.monotonic()
                 continue
             in_flight -= 1
             if isinstance(result, Exception):
                 raise result
-            yield result
-            yielded_at = time.monotonic()
-            if stop.is_set() and done.empty():
-                return
+            finished = result
     finally:
         closed.set()
         for _ in range(threads):

@@ -286,11 +286,17 @@ def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, li
 def _read_unique_key(value: object) -> tuple[str, ...] | None:
     if value is None:
         return ()
-    if isinstance(value, str):
-        return (value,) if value else None
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v for v in value):
-        return tuple(value)
+    names = value if isinstance(value, (list, tuple)) else [value]
+    if names and all(isinstance(name, str) and name for name in names):
+        return tuple(_unquoted(name) for name in names)
     return None
+
+
+def _unquoted(name: str) -> str:
+    """Take off the quotes that dbt's own SQL needs around a name with blanks or capitals."""
+    if len(name) > 2 and name[0] == name[-1] == '"':
+        return name[1:-1].replace('""', '"')
+    return name
 
 
 def check_columns(declaration: Declaration, columns: Sequence[str]) -> BoundPrompt:

@@ -677,8 +677,23 @@ class Ledger:
     # --- runs and reconciliation --------------------------------------------------------------
 
     def begin_run(self, run_id: str, enrichment: str, spec_version: str, invocation: str) -> None:
-        """Record that a run of an enrichment has started."""
+        """Record that a run of an enrichment has started.
+
+        Runs that died without a word are marked as interrupted, as far as that can be known: where
+        one process owns the warehouse, those of other invocations; elsewhere those a day old.
+        """
+        if self.warehouse.has_foreign_writers:
+            gone, params = f"started_at < {self.warehouse.clock} - interval '1 day'", []
+        else:
+            gone, params = "invocation_id <> ?", [invocation]
         with self.warehouse.transaction():
+            self.warehouse.execute(
+                self._sql(
+                    "update {runs} set state = 'interrupted', finished_at = {clock} "
+                    f"where state = 'running' and {gone}"
+                ),
+                params,
+            )
             self.warehouse.execute(
                 self._sql(
                     "insert into {runs} (run_id, enrichment, spec_version, state, invocation_id, "
@@ -687,6 +702,24 @@ class Ledger:
                 ),
                 [run_id, enrichment, spec_version, invocation],
             )
+
+    def drop_leftover_candidates(self) -> None:
+        """Drop candidate tables of runs that are over. DuckDB's are temporary and need no care."""
+        if self.warehouse.dialect != "postgres":
+            return
+        found = self.warehouse.fetch(
+            self._sql(
+                "select c.relname::text from pg_catalog.pg_class c join pg_catalog.pg_namespace n "
+                "on n.oid = c.relnamespace where n.nspname = ? and c.relkind = 'r' "
+                f"and c.relname like '{self.prefix}candidate\\_%' and not exists (select 1 from "
+                "{runs} r where r.state = 'running' "
+                "and replace(r.run_id::text, '-', '') = right(c.relname, 32))"
+            ),
+            [self.schema],
+        )
+        for (name,) in found:
+            relation = relation_name(self.warehouse, self.schema, name)
+            self.warehouse.execute(f"drop table if exists {relation}")
 
     def finish_run(
         self, run_id: str, state: str, error: str | None, counts: Mapping[str, int | float | None]

@@ -19,7 +19,7 @@ INPUTS = {
     "100%": "a percent sign",
 }
 OUTPUTS = [
-    "$x", "/x", "a.b.c", "when it", "größe", "group", "it''s", 'the "x"', "back\\slash", "$.x", "x[0]",
+    "$x", "/x", "a.b.c", "when it", "Höhe", "group", "it''s", 'the "x"', "back\\slash", "$.x", "x[0]",
     "*", "日本", "100 %",
 ]  # fmt: skip
 PROMPT = """{{ select }} {{ Order }} {{ userName }} {{ row['with space'] }}

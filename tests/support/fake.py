@@ -15,8 +15,10 @@ from batchsql.backends import local, registry
 from batchsql.backends.base import Capabilities
 from batchsql.errors import SystemicError
 from batchsql.types import Call, Completion, FinishReason, ModelRef, Outcome, Request, Usage
+from tests.support import points
 
 PROVIDER = "fake"
+_GATE_POLL_SECONDS = 0.02
 
 
 class FakeBackend:
@@ -26,14 +28,19 @@ class FakeBackend:
     ``@truncate``, ``@invalid``, ``@refuse``, ``@filter``, ``@too-long``, ``@transient``: that
     outcome, always. ``@flaky``: invalid at the first try of this process, good afterwards.
     ``@systemic``: the whole backend fails. ``@raw:<json text>``: exactly this output.
+
+    Engine options: ``log`` is the file that counts; ``identity`` stands for the weights;
+    ``shard_requests`` is the size of a shard; ``gate`` is a file it waits for once it has answered
+    ``gate_after`` requests, and beside which it then makes one with ``.reached`` added.
     """
 
     def __init__(self, engine: Mapping[str, Any]) -> None:
         self._log = Path(engine["log"]) if engine.get("log") else None
         self._identity = str(engine.get("identity", "1"))
         self._shard_requests = int(engine.get("shard_requests", 20))
+        self._gate = Path(engine["gate"]) if engine.get("gate") else None
+        self._gate_after = int(engine.get("gate_after", 0))
         self._tries: Counter[str] = Counter()
-        self.barrier: threading.Barrier | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -49,11 +56,22 @@ class FakeBackend:
     def complete(
         self, requests: Iterator[Request], call: Call, stop: threading.Event
     ) -> Iterator[Completion | None]:
-        for request in requests:
+        for number, request in enumerate(requests):
+            if number == self._gate_after:
+                yield from self._wait_at_gate(stop)
             if stop.is_set():
                 return
             self._count(request)
+            points.reach("answer")
             yield self._answer(request, call)
+
+    def _wait_at_gate(self, stop: threading.Event) -> Iterator[None]:
+        gate, self._gate = self._gate, None
+        if gate is None:
+            return
+        gate.with_name(gate.name + ".reached").touch()
+        while not gate.exists() and not stop.wait(_GATE_POLL_SECONDS):
+            yield None
 
     def _count(self, request: Request) -> None:
         if self._log is None:

@@ -44,6 +44,20 @@ def test_pump_fills_every_slot_and_takes_only_a_few_more() -> None:
     stream.close()
 
 
+def test_pump_refills_a_slot_before_it_yields() -> None:
+    asked = threading.Semaphore(0)
+
+    def ask(request: Request) -> Completion:
+        asked.release()
+        return answer(request)
+
+    stream = pump(requests(100), ask, 2, threading.Event())
+    next(stream)  # the caller is now busy, and the generator stands still
+    for _ in range(2 + LOOK_AHEAD + 1):
+        assert asked.acquire(timeout=10)
+    stream.close()
+
+
 def test_pump_yields_in_order_of_finishing() -> None:
     first_may_end = threading.Event()
 

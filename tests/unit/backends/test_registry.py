@@ -13,7 +13,7 @@ from batchsql.types import ModelRef
 
 @pytest.fixture(autouse=True)
 def restore_providers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_PROVIDERS", dict(registry._PROVIDERS))
+    monkeypatch.setattr(registry, "_PROVIDERS", {"local": registry._PROVIDERS["local"]})
     yield
 
 

@@ -1,0 +1,115 @@
+"""Points at which a test kills its own process with SIGKILL.
+
+``arm("ledger:7")`` kills at the seventh point called ``ledger``; ``arm("any:7")`` at the seventh of
+any name. ``watch`` puts the points in place: around each durable write of the ledger, the
+candidate and dbt's own statements. The fake backend has one between getting a request and giving
+its answer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_passed: Counter[str] = Counter()
+_kill_at: list[tuple[str, int]] = []
+
+
+def arm(at: str | None) -> None:
+    """Start counting anew, and die at the named point."""
+    _passed.clear()
+    _kill_at.clear()
+    if at:
+        name, _, number = at.partition(":")
+        _kill_at.append((name, int(number)))
+
+
+def passed() -> dict[str, int]:
+    """Return how often each point was passed."""
+    return dict(_passed)
+
+
+def reach(name: str) -> None:
+    _passed[name] += 1
+    _passed["any"] += 1
+    for wanted, number in _kill_at:
+        if wanted in (name, "any") and _passed[wanted] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch() -> None:
+    """Put the points around the durable writes of batchsql, once in a process."""
+    from batchsql.warehouse.duckdb import DuckDBSource, DuckDBWarehouse
+    from batchsql.warehouse.postgres import PostgresSource, PostgresWarehouse
+
+    for warehouse in (DuckDBWarehouse, PostgresWarehouse):
+        if not hasattr(warehouse, "is_watched"):
+            _watch_transactions(warehouse)
+    for source in (DuckDBSource, PostgresSource):
+        if not hasattr(source, "is_watched"):
+            _watch_candidates(source)
+
+
+def _watch_transactions(warehouse: Any) -> None:
+    transaction = warehouse.transaction
+
+    @contextmanager
+    def watched(self: Any) -> Iterator[None]:
+        with transaction(self):
+            yield
+            reach("ledger")  # all is written, nothing is committed
+        reach("ledger")  # committed; the next transaction has not begun
+
+    warehouse.transaction = watched
+    warehouse.is_watched = True
+    if hasattr(warehouse, "_run"):
+        # A mere read commits too, but leaves nothing behind to look for.
+        run = warehouse._run
+
+        def watched_run(self: Any, sql: str, params: Any, take: Callable[[Any], Any]) -> Any:
+            if self._in_transaction:
+                return run(self, sql, params, take)
+            with transaction(self):
+                return run(self, sql, params, take)
+
+        warehouse._run = watched_run
+
+
+def _watch_candidates(source: Any) -> None:
+    create = source.create_candidate
+
+    def watched(self: Any, relation: str, select_sql: str) -> None:
+        commit = self._commit
+
+        def watched_commit() -> None:
+            reach("candidate")
+            commit()
+            reach("candidate")
+
+        self._commit = watched_commit
+        try:
+            create(self, relation, select_sql)
+        finally:
+            self._commit = commit
+
+    source.create_candidate = watched
+    source.is_watched = True
+
+
+def watch_dbt() -> None:
+    """Put a point before each statement that dbt itself runs to create, fill or rename a table."""
+    from dbt.adapters.sql.connections import SQLConnectionManager
+
+    add_query = SQLConnectionManager.add_query
+
+    def watched(self: Any, sql: str, *args: Any, **kwargs: Any) -> Any:
+        body = sql.split("*/", 1)[-1].strip().lower()
+        if body.startswith(("create", "alter", "insert", "commit")) and "candidate" not in body:
+            reach("build")
+        return add_query(self, sql, *args, **kwargs)
+
+    SQLConnectionManager.add_query = watched
