@@ -82,6 +82,7 @@ class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
     def initialize(self) -> None:
         for name, method, at_parse in (
             ("batchsql_enrich", _enrich, None),
+            ("batchsql_build", _build, None),
             ("batchsql_finish", _finish, None),
         ):
             setattr(BaseAdapter, name, method)
@@ -99,7 +100,7 @@ class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
         return {}
 
 
-def _all_adapters(root: type) -> Iterator[type]:
+def _all_adapters(root: Any) -> Iterator[Any]:
     yield root
     for child in root.__subclasses__():
         yield from _all_adapters(child)
@@ -111,7 +112,9 @@ def _nothing_at_parse(value: object) -> Callable[..., object]:
 
 def is_llm_model(node: Any) -> bool:
     """Return whether a manifest node is a model with ``materialized='llm'``."""
-    return node.resource_type == "model" and node.config.materialized == MATERIALIZATION
+    return bool(
+        node.resource_type == "model" and node.config.materialized == MATERIALIZATION
+    )
 
 
 def _check_declarations(nodes: list[Any]) -> None:
@@ -122,7 +125,7 @@ def _check_declarations(nodes: list[Any]) -> None:
     for node in nodes:
         try:
             declaration = read_declaration(
-                node, _project_root(node, project_dir), variables.get(VAR)
+                node, project_root_of(node, project_dir), variables.get(VAR)
             )
         except SpecError as error:
             problems.append(str(error))
@@ -132,12 +135,13 @@ def _check_declarations(nodes: list[Any]) -> None:
         # dbt compares this with the state's manifest under --select state:modified.
         node.unrendered_config["batchsql_prompt_sha256"] = digest(declaration.template.encode())
         for interruption in declaration.prompt.interrupts():
-            _logger.debug(f"{node.name}: {_describe_interruption(interruption)}")
+            _logger.debug(f"{node.name}: {describe_interruption(interruption)}")
     if problems:
         raise DbtRuntimeError("\n".join(problems))
 
 
-def _describe_interruption(interruption: Any) -> str:
+def describe_interruption(interruption: Any) -> str:
+    """Say which column keeps a part of the prompt from being shared, and what to do."""
     return (
         f"the column {interruption.name} on line {interruption.line} of the prompt comes before "
         f"{interruption.static_chars:,} characters that are the same for every row; moved to the "
@@ -145,7 +149,7 @@ def _describe_interruption(interruption: Any) -> str:
     )
 
 
-def _project_root(node: Any, project_dir: Path, packages_dir: str = "dbt_packages") -> Path:
+def project_root_of(node: Any, project_dir: Path, packages_dir: str = "dbt_packages") -> Path:
     """Return the directory of the project or package that a node belongs to."""
     package = project_dir / packages_dir / str(node.package_name)
     return package if package.is_dir() else project_dir
@@ -182,6 +186,10 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
     )
 
 
+class InterruptedRunError(KeyboardInterrupt, DbtRuntimeError):  # type: ignore[misc]
+    """Ctrl-C or SIGTERM, which dbt handles as ever but reports without a stack trace."""
+
+
 def _listen_for_stop() -> None:
     """Let Ctrl-C and SIGTERM reach runs in worker threads, then go on as before."""
     STOP.clear()
@@ -194,10 +202,13 @@ def _listen_for_stop() -> None:
 
         def handle(signum: int, frame: Any, before: Any = before) -> None:
             STOP.set()
-            if callable(before):
+            if callable(before) and before is not signal.default_int_handler:
                 before(signum, frame)
-            else:
+            # With --single-threaded a node would catch an ordinary error, and the next one start.
+            elif get_flags().SINGLE_THREADED:
                 raise KeyboardInterrupt
+            else:
+                raise InterruptedRunError("interrupted; what was answered until now is kept")
 
         handle.is_batchsql = True  # type: ignore[attr-defined]
         signal.signal(number, handle)
@@ -240,11 +251,15 @@ def _enrich(
 
         run = EnrichmentRun(declaration, context)
         select_sql = sql.rstrip().rstrip(";")
-        if is_empty:
-            run.check(select_sql)
-            close()
-            return {"run_id": None, "sql": run.empty_sql(select_sql), "incremental": is_incremental}
         try:
+            # A transaction that a pre-hook began would not see what the ledger commits meanwhile.
+            _commit(self)
+            if is_empty:
+                run.check(select_sql)
+                close()
+                return {
+                    "run_id": None, "sql": run.empty_sql(select_sql), "incremental": is_incremental
+                }  # fmt: skip
             run_enrichment(run, select_sql, existing.render() if is_incremental else None)
         except BaseException:
             close()
@@ -275,6 +290,20 @@ def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> N
         # The first error is the one to tell, whatever else fails while closing.
         with contextlib.suppress(Exception):
             run.finish(str(error) or type(error).__name__)
+        raise
+
+
+def _build(self: Any, run_id: str | None, builder: Callable[[], object]) -> object:
+    """Let dbt build the table. When that fails, close the run before the error goes on its way."""
+    try:
+        return builder()
+    except BaseException as error:
+        open_run = _runs.pop(run_id, None) if run_id else None
+        if open_run is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                _rollback(self)
+                open_run.run.finish(str(error) or type(error).__name__)
+            open_run.close()
         raise
 
 
@@ -371,7 +400,7 @@ def _root_of(adapter: Any, node: Any) -> Path:
     config = adapter.config
     if node.package_name == config.project_name:
         return Path(config.project_root)
-    return _project_root(node, Path(config.project_root), config.packages_install_path)
+    return project_root_of(node, Path(config.project_root), config.packages_install_path)
 
 
 # --- connections ----------------------------------------------------------------------------------
@@ -455,6 +484,16 @@ def _commit(adapter: Any) -> None:
         commit = getattr(connection.handle, "commit", None)
         if commit is not None:
             commit()
+
+
+def _rollback(adapter: Any) -> None:
+    """Leave a transaction that an error has spoilt."""
+    connection = adapter.connections.get_thread_connection()
+    if connection.transaction_open:
+        adapter.connections.rollback_if_open()
+    else:
+        with contextlib.suppress(Exception):  # DuckDB complains when there is none
+            connection.handle.rollback()
 
 
 def _open_duckdb(adapter: Any) -> tuple[Source, Warehouse, Dialect]:

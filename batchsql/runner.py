@@ -278,12 +278,13 @@ class EnrichmentRun:
         head = ""
         if target is not None:
             columns = ", ".join(self._quote(column.name) for column in self.columns)
+            older = self._target_columns(target)
             same = " and ".join(
                 f"p.{self._quote(key)} = t.{self._quote(key)}" for key in self._unique_key_columns()
             )
             head = f"with picked as materialized (\n{select_sql}\n)\n"
             rows = (
-                f"(select {columns} from picked union all select {columns} from {target} t "
+                f"(select {columns} from picked union all select {older} from {target} t "
                 f"where t.{STATUS_COLUMN} <> 'ok' "
                 f"and not exists (select 1 from picked p where {same}))"
             )
@@ -298,6 +299,21 @@ class EnrichmentRun:
     def item_key_sql(self) -> str:
         """Return the SQL that computes a row's item key from its input columns."""
         return item_key_sql(self.context.dialect, self.spec_version, list(self._inputs.items()))
+
+    def _target_columns(self, target: str) -> str:
+        """Return SQL for this SELECT's columns in the target, NULL for those it has not got yet."""
+        fold = str.casefold if self.context.dialect.name == "duckdb" else str
+        columns = self.context.source.describe(f"select * from {target}")
+        there = {fold(column.name) for column in columns}
+        if STATUS_COLUMN not in there:
+            raise DataError(
+                f"{self.declaration.subject}: the table {target} has no column {STATUS_COLUMN}, so "
+                "batchsql did not build it and cannot merge into it; run dbt with --full-refresh"
+            )
+        return ", ".join(
+            self._quote(name) if fold(name) in there else f"null as {self._quote(name)}"
+            for name in (column.name for column in self.columns)
+        )
 
     def _unique_key_columns(self) -> list[str]:
         by_name = {column.name: column.name for column in self.columns}
@@ -412,7 +428,7 @@ class EnrichmentRun:
             try:
                 suffix = messages_json(bound.render_suffix(row))
             except RenderError as error:
-                where = f" of the row {shown}" if shown else ""
+                where = f" for the row {shown}" if shown else ""
                 raise DataError(
                     f"{self.declaration.subject}: the prompt cannot be rendered{where}: {error}; "
                     "mend the template or the row, nothing was sent"
@@ -440,11 +456,16 @@ class EnrichmentRun:
         """Select the requests without an answer, equal beginnings side by side."""
         text = "varchar" if self.context.dialect.name == "duckdb" else "text"
         order = ", ".join(f"min(left({sql.key_text}, 200))" for sql in self._inputs.values())
+        # Names of our own only, since the sort keys name the user's columns without a prefix.
+        items = (
+            f"(select item_key as __batchsql_item, request_key as __batchsql_request "
+            f"from {self.context.ledger.relation('items')})"
+        )
         return (
-            f"select coalesce(c.{REQUEST_KEY}, k.request_key)::{text} as request_key "
-            f"from {self.candidate} c left join {self.context.ledger.relation('items')} k "
-            f"on c.{REQUEST_KEY} is null and k.item_key = c.{ITEM_KEY} "
-            f"where c.{OUTPUT} is null group by 1 order by {order}, 1"
+            f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} as __batchsql_wanted "
+            f"from {self.candidate} left join {items} k "
+            f"on {REQUEST_KEY} is null and __batchsql_item = {ITEM_KEY} "
+            f"where {OUTPUT} is null group by 1 order by {order}, 1"
         )
 
     # --- ship ---------------------------------------------------------------------------------
@@ -641,8 +662,14 @@ class EnrichmentRun:
         # Closed as soon as their last try is written, so that only open ones have leases to renew.
         unfinished = {shard_id for shard_id, _ in state.claims.values()}
         done = {attempt.shard_id for attempt in attempts} - unfinished
-        lost = self.context.ledger.flush(attempts, state.epochs, self.run_id, self._owner, done)
-        state.finished = []  # not before: what could not be written is tried once more at the end
+        state.finished = []
+        try:
+            lost = self.context.ledger.flush(
+                attempts, state.epochs, self.run_id, self._owner, done
+            )
+        except Exception:
+            state.finished = attempts  # tried once more before the run ends
+            raise
         written = [attempt for attempt in attempts if attempt.shard_id not in lost]
         self._drop(lost, state)
         for shard_id in done:

@@ -42,7 +42,8 @@ def main() -> int:
     call = Call(model, {}, returns.object_schema(), returns.default_max_tokens())
     validator = AnswerValidator(returns)
     # The bare loop calls the engine's own function in this process: no socket, no pump.
-    server = local._load(backend._path, backend._options).server
+    local._load(backend._path, backend._options)
+    (server,) = local._servers
     fixed = backend._fixed_body(call)
 
     def prompt(number: int) -> str:

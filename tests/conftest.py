@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fake
+from tests.support.lean import Forks
 from tests.support.project import Project, Target, duckdb_target, postgres_target
 
 
@@ -36,6 +37,12 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
         made = postgres_target(request.getfixturevalue("postgres_uri"))
         yield made
         made.drop()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    """Starts runs in processes of their own, without dbt's start-up time."""
+    return Forks(tmp_path_factory.mktemp("forks"))
 
 
 @pytest.fixture

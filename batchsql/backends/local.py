@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import http.client
@@ -59,8 +60,8 @@ ENGINE_OPTIONS: Mapping[str, Param] = {
 _DEFAULT_SLOTS = 8
 _DEFAULT_CONTEXT_TOKENS = 4096
 _SHARD_REQUESTS = 256
-# A request is broken off between two of these: about a second's work for the packaged model.
-_BATCH_TOKENS = 512
+# Work is broken off only between two batches, so one should take well below a second.
+_BATCH_TOKENS, _BATCH_TOKENS_ON_GPU = 128, 512
 _SILENT, _ERRORS = -1, 1  # levels of llama.cpp's log
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -305,6 +306,12 @@ _digests: dict[_FileKey, str] = {}
 _engines: dict[tuple[_FileKey, _Options], _Engine] = {}
 
 
+# The only references: an engine ends with its object, and sessions of daemon threads outlive ours.
+_servers: list[Any] = []
+# llama.cpp crashes the process when it is still computing while the process exits.
+atexit.register(_servers.clear)
+
+
 def _file_key(path: Path) -> _FileKey:
     stat = path.stat()
     return path, stat.st_mtime_ns, stat.st_size
@@ -335,7 +342,6 @@ def _file_sha256(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    server: Any  # held, since the engine ends with the object
     host: str
     port: int
     headers: Mapping[str, str]
@@ -366,8 +372,13 @@ def _start(path: Path, options: _Options) -> _Engine:
             f"file, and that {options.slots} slots of {options.context_tokens} tokens fit the "
             "memory"
         ) from error
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    return _Engine(server, address.hostname or "127.0.0.1", address.port or 80, headers)
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {api_key}",
+        "Connection": "close",  # the server waits seconds for kept ones when it ends
+    }
+    _servers.append(server)
+    return _Engine(address.hostname or "127.0.0.1", address.port or 80, headers)
 
 
 def _server_params(path: Path, options: _Options, api_key: str, verbosity: int) -> Any:
@@ -380,7 +391,8 @@ def _server_params(path: Path, options: _Options, api_key: str, verbosity: int) 
     params.n_gpu_layers = options.gpu_layers
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
-    params.n_batch = _BATCH_TOKENS
+    batch_tokens = _BATCH_TOKENS_ON_GPU if options.gpu_layers else _BATCH_TOKENS
+    params.n_batch = max(batch_tokens, options.slots)
     params.fit_params = False  # or it may shrink the context that was asked for
     params.cache_ram_mib = 0  # keeps the memory flat; the slots' own prefix cache remains
     params.verbosity = verbosity  # errors of single requests come back in the replies

@@ -41,6 +41,7 @@ class ValueForm(str, Enum):
 
     TEXT = "text"
     NATIVE = "native"  # integers, floats, booleans, bytes: Arrow's own
+    INTEGER = "integer"  # of more than the 64 bits that Arrow has
     DECIMAL = "decimal"
     DATE = "date"
     TIMESTAMP = "timestamp"
@@ -97,6 +98,7 @@ class Warehouse(Protocol):
     """A connection of batchsql's own, for the ledger."""
 
     dialect: str
+    database: str
     clock: str
     """SQL for the warehouse's own time now, which moves within a transaction where it can."""
 
@@ -136,7 +138,7 @@ class Warehouse(Protocol):
         ...
 
     def migration_lock(self) -> AbstractContextManager[None]:
-        """Hold a lock that keeps other processes and threads from changing tables, committed after."""
+        """Hold a lock that keeps others from changing tables; commit after the block."""
         ...
 
     def close(self) -> None: ...
@@ -164,7 +166,7 @@ class Dialect(Protocol):
         ...
 
     def column_type(self, kind: ValueKind) -> str:
-        """Return the column type for a kind of value (the table is in docs/declaring.md)."""
+        """Return the column type for a kind of value (the table is in docs/types.md)."""
         ...
 
 
@@ -244,6 +246,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 _PARSERS: dict[ValueForm, Callable[[str], Any]] = {
+    ValueForm.INTEGER: int,
     ValueForm.DECIMAL: decimal.Decimal,
     ValueForm.DATE: _parse_date,
     ValueForm.TIMESTAMP: _parse_timestamp,

@@ -32,7 +32,8 @@ _NATIVE_INTEGERS = _INTEGERS - {"HUGEINT", "UHUGEINT"}
 # What an enum or a struct calls its members must not be taken for a type.
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"")
 
-_TIMES_OF_A_ZONE = re.compile(r"TIMESTAMP WITH TIME ZONE|TIMESTAMPTZ|VARIANT")
+# A member's name is followed by a blank, a type is not.
+_TIMES_OF_A_ZONE = re.compile(r"TIMESTAMP WITH TIME ZONE|\b(?:TIMESTAMPTZ_NS|VARIANT)\b(?! )")
 
 _COLUMN_TYPES = {
     ValueKind.TEXT: "VARCHAR",
@@ -60,8 +61,8 @@ class DuckDBDialect:
             return ColumnSql(text, name, ValueForm.NATIVE)
         if kind == "BOOLEAN":
             return ColumnSql(text, name, ValueForm.NATIVE)
-        if kind in _INTEGERS:  # 128 bits do not travel as Arrow integers
-            return ColumnSql(text, text, ValueForm.DECIMAL)
+        if kind in _INTEGERS:  # of 128 bits, as a sum of integers is
+            return ColumnSql(text, text, ValueForm.INTEGER)
         if re.fullmatch(r"DECIMAL\(\d+,0\)", kind):
             return ColumnSql(text, text, ValueForm.DECIMAL)
         if re.fullmatch(r"DECIMAL\(\d+,\d+\)", kind):
@@ -93,9 +94,9 @@ class DuckDBDialect:
             return ColumnSql(text, text, ValueForm.JSON)
         if _TIMES_OF_A_ZONE.search(kind):
             raise UnsupportedColumnTypeError(
-                f"its type {column.type_name} can hold a TIMESTAMP WITH TIME ZONE inside, whose text "
-                "depends on the session's time zone; select the parts that the prompt needs as "
-                "columns, or cast them to TIMESTAMP inside it"
+                f"its type {column.type_name} can hold a TIMESTAMP WITH TIME ZONE inside, whose "
+                "text depends on the session's time zone; select the parts that the prompt needs "
+                "as columns, or cast them to TIMESTAMP inside it"
             )
         if kind.endswith("]") or kind.startswith(("STRUCT", "MAP", "UNION")):
             as_json = f"to_json({name})::varchar"
@@ -112,7 +113,7 @@ class DuckDBDialect:
         target = type_name or self.column_type(kind)
         value = f"({answer} {operator} {literal(path)})"
         if kind is ValueKind.JSON:
-            # From JSON, not from its text, since a cast to a list or struct reads these differently.
+            # As JSON, since a cast of its text to a list or struct would read that differently.
             value = f"nullif({value}::varchar, 'null')::json"
         return f"cast({value} as {target})"
 
@@ -232,9 +233,8 @@ class DuckDBWarehouse:
         )
 
     def create_schema(self, schema: str) -> None:
-        self.execute(
-            f"create schema if not exists {quote(self.database, 'duckdb')}.{quote(schema, 'duckdb')}"
-        )
+        database = quote(self.database, "duckdb")
+        self.execute(f"create schema if not exists {database}.{quote(schema, 'duckdb')}")
 
     @contextmanager
     def migration_lock(self) -> Iterator[None]:

@@ -191,6 +191,55 @@ class RequestCounts:
         return self.total == self.results + self.dead + self.claimed + self.waiting
 
 
+@dataclass(frozen=True, slots=True)
+class EnrichmentRow:
+    """An enrichment's last run, and its rows as far as a run has counted them."""
+
+    enrichment: str
+    spec_version: str
+    model: str
+    run_id: str
+    state: str
+    error: str | None
+    started_at_epoch: float
+    age_seconds: float
+    rows: int | None
+    ok: int | None
+    pending: int | None
+    failed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShardRow:
+    """A shard that is not finished. A negative ``lease_seconds`` means that its owner is gone."""
+
+    shard_id: str
+    enrichment: str
+    backend: str
+    state: str
+    owner: str
+    requests: int
+    ok: int
+    failed: int
+    age_seconds: float
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCause:
+    """Dead letters of one spec with the same outcome and error, and one of them as an example."""
+
+    spec_version: str
+    model: str
+    outcome: str
+    error: str | None
+    requests: int
+    request_key: str
+    unique_key: str | None
+    raw_output: str | None
+    attempts: int
+
+
 class Ledger:
     """The ledger of one target, over a connection of its own.
 
@@ -367,6 +416,39 @@ class Ledger:
         sql = "select count(*) from {todo} t join {claims} c on c.request_key = t.request_key"
         return int(self.warehouse.fetch(self._sql(sql))[0][0])
 
+    def count_borrowable(self, others: Sequence[Ledger]) -> int:
+        """Return how many wanted requests have an accepted answer in any of these ledgers.
+
+        Raises:
+            WarehouseError: one of them is not there.
+            LedgerVersionError: a newer batchsql wrote it.
+        """
+        found = []
+        for other in others:
+            other.check_lendable()
+            found.append(
+                f"exists (select 1 from {other.relation('results')} r where "
+                "r.request_key = t.request_key and r.state = 'accepted')"
+            )
+        if not found:
+            return 0
+        sql = f"select count(*) from {{todo}} t where {' or '.join(found)}"
+        return int(self.warehouse.fetch(self._sql(sql))[0][0])
+
+    def check_lendable(self) -> None:
+        """Check that answers can be copied from this ledger.
+
+        Raises:
+            WarehouseError: it is not there.
+            LedgerVersionError: a newer batchsql wrote it.
+        """
+        if not self.exists():
+            raise WarehouseError(
+                f"read_from names {self.schema}, but there is no batchsql ledger in that schema; "
+                "give the schema that holds a table named meta beside items, requests and results"
+            )
+        self.check_version()
+
     def borrow(self, other: Ledger, run_id: str) -> int:
         """Copy accepted answers of wanted requests from another ledger; return how many.
 
@@ -376,12 +458,7 @@ class Ledger:
             WarehouseError: the other ledger is not there.
             LedgerVersionError: a newer batchsql wrote it.
         """
-        if not other.exists():
-            raise WarehouseError(
-                f"read_from names {other.schema}, but there is no batchsql ledger in that schema; "
-                "give the schema that holds a table named meta beside items, requests and results"
-            )
-        other.check_version()
+        other.check_lendable()
         theirs = other.relation("results")
         warehouse = self.warehouse
         with warehouse.transaction():
@@ -680,10 +757,16 @@ class Ledger:
         """Record that a run of an enrichment has started.
 
         Runs that died without a word are marked as interrupted, as far as that can be known: where
-        one process owns the warehouse, those of other invocations; elsewhere those a day old.
+        one process owns the warehouse, those of other invocations; elsewhere those that started
+        a day ago or earlier and have no lease that lasts.
         """
         if self.warehouse.has_foreign_writers:
-            gone, params = f"started_at < {self.warehouse.clock} - interval '1 day'", []
+            gone = (
+                "started_at < {clock} - interval '1 day' and not exists (select 1 from {shards} s "
+                "where s.run_id = {runs}.run_id and s.state = 'running' "
+                "and s.lease_expires_at >= {clock})"
+            )
+            params = []
         else:
             gone, params = "invocation_id <> ?", [invocation]
         with self.warehouse.transaction():
@@ -704,14 +787,19 @@ class Ledger:
             )
 
     def drop_leftover_candidates(self) -> None:
-        """Drop candidate tables of runs that are over. DuckDB's are temporary and need no care."""
+        """Drop candidate tables of runs that are over. DuckDB's are temporary and need no care.
+
+        Only what is surely ours and may be dropped: the schema can hold the user's tables too, and
+        candidates of another role.
+        """
         if self.warehouse.dialect != "postgres":
             return
         found = self.warehouse.fetch(
             self._sql(
                 "select c.relname::text from pg_catalog.pg_class c join pg_catalog.pg_namespace n "
                 "on n.oid = c.relnamespace where n.nspname = ? and c.relkind = 'r' "
-                f"and c.relname like '{self.prefix}candidate\\_%' and not exists (select 1 from "
+                "and c.relpersistence = 'u' and pg_has_role(c.relowner, 'USAGE') and c.relname ~ "
+                f"'^{self.prefix}candidate_[0-9a-f]{{{{32}}}}$' and not exists (select 1 from "
                 "{runs} r where r.state = 'running' "
                 "and replace(r.run_id::text, '-', '') = right(c.relname, 32))"
             ),
@@ -769,29 +857,79 @@ class Ledger:
         )
         return RequestCounts(*(int(value) for value in rows[0]))
 
-    # --- dead letters -------------------------------------------------------------------------
+    # --- what people ask of it ----------------------------------------------------------------
 
-    def read_dead_letters(self, spec_version: str | None = None) -> list[tuple[Any, ...]]:
-        """Return (outcome, error, count, one request key, unique key of a row) per cause."""
-        where = "" if spec_version is None else f"where d.spec_version = '{spec_version}'::uuid"
-        return self.warehouse.fetch(
+    def read_enrichments(self) -> list[EnrichmentRow]:
+        """Return each enrichment with its last run, sorted by name.
+
+        The rows are those of the last run that got as far as counting them.
+        """
+        rows = self.warehouse.fetch(
             self._sql(
-                "select d.outcome, d.error, count(distinct d.request_key), "
-                "min(d.request_key::text), min(i.unique_key), s.model "
-                "from {dead_letters} d join {specs} s on s.spec_version = d.spec_version "
-                "left join {items} i on i.request_key = d.request_key "
-                f"{where} group by d.outcome, d.error, s.model order by 3 desc, 1, 2"
+                "with numbered as (select r.*, row_number() over "
+                "(partition by enrichment order by started_at desc, run_id) as place, "
+                "row_number() over (partition by enrichment, state in ('finished', 'planned') "
+                "order by started_at desc, run_id) as good_place from {runs} r) "
+                "select l.enrichment, l.spec_version::text, s.model, l.run_id::text, l.state, "
+                "l.error, extract(epoch from l.started_at)::double precision, "
+                "extract(epoch from {clock} - l.started_at)::double precision, "
+                "g.total_rows, g.ok_rows, g.pending_rows, g.failed_rows from numbered l "
+                "join {specs} s on s.spec_version = l.spec_version "
+                "left join numbered g on g.enrichment = l.enrichment and g.good_place = 1 and "
+                "g.state in ('finished', 'planned') where l.place = 1 order by l.enrichment"
             )
         )
+        return [EnrichmentRow(*row) for row in rows]
 
-    def replay(
-        self, run_id: str, spec_versions: Sequence[str] | None, outcome: str | None
-    ) -> int:
+    def read_open_shards(self) -> list[OpenShardRow]:
+        """Return the shards that are being worked on or whose owner is gone, oldest first."""
+        rows = self.warehouse.fetch(
+            self._sql(
+                "select shard_id::text, enrichment, backend, state, owner, requests, ok, failed, "
+                "extract(epoch from {clock} - created_at)::double precision, "
+                "extract(epoch from lease_expires_at - {clock})::double precision "
+                "from {shards} where state = 'running' order by created_at, shard_id"
+            )
+        )
+        return [OpenShardRow(*row) for row in rows]
+
+    # --- dead letters -------------------------------------------------------------------------
+
+    def count_dead_letters(self, spec_versions: Sequence[str]) -> dict[str, int]:
+        """Return how many requests of these specs are dead, by the outcome of their last try."""
+        rows = self.warehouse.fetch(
+            self._sql(
+                "select d.outcome, count(*) from {dead_letters} d "
+                f"where d.spec_version in ({_uuids(spec_versions)}) group by 1 order by 2 desc, 1"
+            )
+        )
+        return {str(outcome): int(count) for outcome, count in rows}
+
+    def read_causes(self, spec_versions: Sequence[str], limit: int) -> list[DeadLetterCause]:
+        """Return why requests of these specs are dead, the most frequent causes first.
+
+        Each cause comes with one request as its example: always the same one while it is dead.
+        """
+        rows = self.warehouse.fetch(
+            self._sql(
+                "with dead as (select d.*, s.model, count(*) over same as requests, row_number() "
+                "over (same order by d.request_key) as place from {dead_letters} d join {specs} s "
+                "on s.spec_version = d.spec_version "
+                f"where d.spec_version in ({_uuids(spec_versions)}) "
+                "window same as (partition by d.spec_version, d.outcome, d.error)) "
+                "select d.spec_version::text, d.model, d.outcome, d.error, d.requests, "
+                "replace(d.request_key::text, '-', ''), (select min(i.unique_key) from {items} i "
+                "where i.request_key = d.request_key), d.raw_output, d.attempts from dead d "
+                f"where d.place = 1 order by d.requests desc, d.outcome, d.error limit {int(limit)}"
+            )
+        )
+        return [DeadLetterCause(*row) for row in rows]
+
+    def replay(self, run_id: str, spec_versions: Sequence[str] | None, outcome: str | None) -> int:
         """Give dead letters a new budget; the next run sends them. Returns how many."""
         conditions = []
         if spec_versions is not None:
-            quoted = ", ".join(f"'{version}'::uuid" for version in spec_versions) or "null"
-            conditions.append(f"d.spec_version in ({quoted})")
+            conditions.append(f"d.spec_version in ({_uuids(spec_versions)})")
         params: list[Any] = [run_id]
         if outcome is not None:
             conditions.append("d.outcome = ?")
@@ -829,6 +967,11 @@ def relation_name(warehouse: Warehouse, schema: str, name: str) -> str:
     if warehouse.dialect == "duckdb":
         parts.insert(0, warehouse.database)
     return ".".join(quote(part, warehouse.dialect) for part in parts)
+
+
+def _uuids(values: Sequence[str]) -> str:
+    """Return SQL for a list of uuids, which matches nothing when it is empty."""
+    return ", ".join(f"'{uuid.UUID(value)}'::uuid" for value in values) or "null"
 
 
 def parse_messages(text: str) -> tuple[Message, ...]:

@@ -65,10 +65,7 @@ _SESSION = (
 
 
 class PostgresDialect:
-    """SQL fragments for PostgreSQL 14 and later.
-
-    Before 14 ``extract`` gave a float, whose text depends on the session.
-    """
+    """SQL fragments for PostgreSQL 13 and later."""
 
     name = "postgres"
 
@@ -102,12 +99,15 @@ class PostgresDialect:
             value = f"(case when {name} = 0 then '0' else {text} end)::float8"
             return ColumnSql(key, value, ValueForm.NATIVE)
         if kind == "date":
-            return ColumnSql(f"extract(epoch from {name})::text", f"to_json({name})#>>'{{}}'", ValueForm.DATE)  # fmt: skip
-        if kind.startswith("timestamp"):
-            key = f"extract(epoch from {name})::text"
-            if kind.endswith("with time zone"):
-                utc = f"to_json({name} at time zone 'UTC')#>>'{{}}'"
-                return ColumnSql(key, utc, ValueForm.TIMESTAMP_UTC)
+            key = f"encode(date_send({name}), 'hex')"
+            return ColumnSql(key, f"to_json({name})#>>'{{}}'", ValueForm.DATE)
+        # Not by their epoch, which loses the microseconds of far years.
+        if kind == "timestamp with time zone":
+            key = f"encode(timestamptz_send({name}), 'hex')"
+            utc = f"to_json({name} at time zone 'UTC')#>>'{{}}'"
+            return ColumnSql(key, utc, ValueForm.TIMESTAMP_UTC)
+        if kind == "timestamp without time zone":
+            key = f"encode(timestamp_send({name}), 'hex')"
             return ColumnSql(key, f"to_json({name})#>>'{{}}'", ValueForm.TIMESTAMP)
         if kind == "bytea":
             return ColumnSql(f"encode({name}, 'hex')", name, ValueForm.NATIVE)
@@ -135,9 +135,10 @@ class PostgresDialect:
         if kind is ValueKind.JSON:
             value = f"nullif({value}, 'null'::jsonb)"
             if target.rstrip().endswith("[]"):  # no cast leads from jsonb to an array
+                items = "elements" if target.lower().startswith("json") else "elements_text"
                 value = (
                     f"case when {value} is not null then array(select e.item from "
-                    f"jsonb_array_elements_text({value}) with ordinality as e(item, place) "
+                    f"jsonb_array_{items}({value}) with ordinality as e(item, place) "
                     "order by e.place) end"
                 )
         return f"cast({value} as {target})"

@@ -1,3 +1,5 @@
+-- The shop's order numbers lie between 200000 and 209999. The numbers in the prompt's examples do
+-- not, so a model that copies an example instead of the ticket cannot slip one in.
 {{ config(
     materialized = 'llm',
     unique_key = 'ticket_id',

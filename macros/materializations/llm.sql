@@ -35,7 +35,7 @@
   {%- set kind = 'incremental' if enriched['incremental'] else 'table' -%}
   {%- set builder = context['materialization_' ~ kind ~ '_' ~ adapter.type()]
         or context['materialization_' ~ kind ~ '_default'] -%}
-  {%- set relations = builder() -%}
+  {%- set relations = adapter.batchsql_build(enriched['run_id'], builder) -%}
 
   {%- set response = adapter.batchsql_finish(enriched['run_id'], model) -%}
   {%- do store_result('main', response=response) -%}

@@ -90,13 +90,19 @@ def test_systemic_failure_stops_at_once_and_keeps_what_was_answered(project: Pro
     assert target.query("select state, error from {ledger}.runs") == [
         ("failed", "the fake backend refuses everything")
     ]
+    leftovers = (
+        "select table_name from information_schema.tables where table_name like '%candidate%'"
+    )
+    assert target.query(leftovers) == []
     bodies[25] = "ticket 25"
     project.model("tickets", rows_sql([{"id": n, "body": b} for n, b in enumerate(bodies)]))
     project.forget_sent()
     mended = project.run("run")
     assert mended.ok, mended.output
     assert len(project.sent()) == 40 - answered
-    assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [("ok", 40)]
+    assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [
+        ("ok", 40)
+    ]
 
 
 HOSTILE = {
@@ -119,7 +125,9 @@ HOSTILE = {
 ODD_BUT_GOOD = {
     "whole float": ('{"note": "", "count": 3.0, "score": 1, "day": "2024-02-29"}', ("", 3, 1.0)),
     "exponent": ('{"note": "", "count": 1e3, "score": -0.0, "day": "2024-02-29"}', ("", 1000, 0.0)),
-    "fenced": ('```json\n{"note": "f", "count": 2, "score": 2, "day": "2024-02-29"}\n```', ("f", 2, 2.0)),
+    "fenced": (
+        '```json\n{"note": "f", "count": 2, "score": 2, "day": "2024-02-29"}\n```', ("f", 2, 2.0),
+    ),
     "quotes": (
         json.dumps({"note": "'; drop table labels; -- \"\\ $$ {{ 7*7 }} \u2028", "count": 4,
                     "score": 1e-300, "day": "2024-02-29"}),
@@ -131,7 +139,8 @@ ODD_BUT_GOOD = {
 def test_hostile_answers_cost_their_own_row_only(project: Project) -> None:
     outputs = {**HOSTILE, **{name: output for name, (output, _) in ODD_BUT_GOOD.items()}}
     rows = [{"id": "plain", "body": "plain"}] + [
-        {"id": name, "body": f"{name} @raw:{json.dumps(output)}"} for name, output in outputs.items()
+        {"id": name, "body": f"{name} @raw:{json.dumps(output)}"}
+        for name, output in outputs.items()
     ]
     project.model("tickets", rows_sql(rows))
     project.model(
@@ -153,7 +162,8 @@ def test_hostile_answers_cost_their_own_row_only(project: Project) -> None:
         "plain": "ok", **dict.fromkeys(HOSTILE, "failed"), **dict.fromkeys(ODD_BUT_GOOD, "ok")
     }  # fmt: skip
     found = target.query(
-        "select id, note, count, score from {schema}.labels where llm_status = 'ok' and id <> 'plain'"
+        "select id, note, count, score from {schema}.labels "
+        "where llm_status = 'ok' and id <> 'plain'"
     )
     assert {row[0]: row[1:] for row in found} == {
         name: expected for name, (_, expected) in ODD_BUT_GOOD.items()
@@ -185,8 +195,12 @@ def test_text_in_rows_stays_text(project: Project, whole_row: bool) -> None:
     result: DbtResult = project.run("run")
     assert result.ok, result.output
     target = project.target
-    assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [("ok", 5)]
-    stored = [json.loads(text) for (text,) in target.query("select messages from {ledger}.requests")]
+    assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [
+        ("ok", 5)
+    ]
+    stored = [
+        json.loads(text) for (text,) in target.query("select messages from {ledger}.requests")
+    ]
     assert all([role for role, _ in messages] == ["user"] for messages in stored)
     expected = {f"Ticket:\n{text}".replace("e\u0301", "é") for text in TEXTS}
     assert {messages[0][1] for messages in stored} == expected

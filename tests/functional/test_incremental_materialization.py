@@ -78,14 +78,18 @@ def test_replayed_rows_come_back_by_themselves(project: Project) -> None:
     assert replay_dead_letters(target) == 1
     assert run(project) == 3
     assert table(project) == [(1, "ok"), (2, "ok"), (3, "failed")]
-    assert target.one(
-        f"select count(*) from {{ledger}}.attempts where outcome = '{Outcome.INVALID.value}'"
-    ) == 6
+    assert (
+        target.one(
+            f"select count(*) from {{ledger}}.attempts where outcome = '{Outcome.INVALID.value}'"
+        )
+        == 6
+    )
     # An answer that comes late, from whichever run, is built in the next one.
     target.query(
-        "insert into {ledger}.results (request_key, output, checksum, attempt_id, state, created_at) "
-        """select request_key, '{"category": "bug", "urgency": 4}', 'late', request_key, 'accepted', """
-        "now() from {ledger}.dead_letters"
+        "insert into {ledger}.results "
+        "(request_key, output, checksum, attempt_id, state, created_at) "
+        """select request_key, '{"category": "bug", "urgency": 4}', 'late', request_key, """
+        "'accepted', now() from {ledger}.dead_letters"
     )
     assert run(project) == 0
     assert table(project, "id, llm_status, urgency = 4")[2] == (3, "ok", True)
@@ -126,3 +130,17 @@ def test_schema_change_and_two_unique_keys(project: Project) -> None:
     assert project.target.query(
         "select count(*), count(category), count(language) from {schema}.labels"
     ) == [(6, 6, 2)]
+
+
+def test_table_that_was_not_built_by_batchsql_is_not_merged_into(project: Project) -> None:
+    project.model("labels", rows_sql(tickets(3)))
+    assert run(project) == 0
+    project.model("labels", rows_sql(tickets(3)), llm={"incremental": True})
+    refused = project.run("run")
+    assert not refused.ok
+    assert "has no column llm_status" in refused.output
+    assert "--full-refresh" in refused.output
+    assert project.sent() == []
+    assert len(table(project, "id")) == 3
+    assert run(project, "--full-refresh") == 3
+    assert table(project) == [(n, "ok") for n in range(1, 4)]

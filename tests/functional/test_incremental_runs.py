@@ -47,7 +47,10 @@ def test_only_new_rows_are_sent(project: Project) -> None:
 
 
 def test_edited_branch_of_a_template_sends_the_rows_it_touches(project: Project) -> None:
-    template = "{{% if kind == 'bug' %}}{bug}: {{{{ body }}}}{{% else %}}Label: {{{{ body }}}}{{% endif %}}"
+    template = (
+        "{{% if kind == 'bug' %}}{bug}: {{{{ body }}}}"
+        "{{% else %}}Label: {{{{ body }}}}{{% endif %}}"
+    )
     rows = [{**row, "kind": "bug" if row["id"] <= 4 else "other"} for row in tickets(10)]
     project.model("tickets", rows_sql(rows))
     project.model("labels", ALL_TICKETS, llm={})
@@ -100,7 +103,7 @@ def test_rows_that_ask_the_same_are_sent_once(project: Project) -> None:
     project.model("tickets", rows_sql(rows))
     project.model("labels", ALL_TICKETS, llm={})
     # Two models that ask the same at the same time, each in a thread of its own.
-    project.model("more_labels", ALL_TICKETS, llm={})
+    project.model("more_labels", ALL_TICKETS, llm={}, unique_key=None)
     result = project.run("run")
     assert result.ok, result.output
     assert len(project.sent()) == 3
@@ -143,14 +146,17 @@ def test_read_from_borrows_what_production_knows(project: Project) -> None:
     assert result.ok, result.output
     assert len(project.sent()) == 2
     assert result.response("labels")["requests_borrowed"] == 8
-    assert target.query(
-        "select llm_status, count(*) from {schema}_ci.labels group by 1"
-    ) == [("ok", 10)]
-    assert target.one(
-        "select count(*) from {schema}_ci.labels c join {schema}.labels p on p.id = c.id "
-        "and p.llm_request_id = c.llm_request_id and p.category = c.category "
-        "and p.urgency = c.urgency"
-    ) == 8
+    assert target.query("select llm_status, count(*) from {schema}_ci.labels group by 1") == [
+        ("ok", 10)
+    ]
+    assert (
+        target.one(
+            "select count(*) from {schema}_ci.labels c join {schema}.labels p on p.id = c.id "
+            "and p.llm_request_id = c.llm_request_id and p.category = c.category "
+            "and p.urgency = c.urgency"
+        )
+        == 8
+    )
     # What was borrowed is owned now, and production's ledger was only read.
     assert run(project, "--target", "ci") == 0
     assert target.one("select count(*) from {ledger}.results") == 8

@@ -107,9 +107,7 @@ class FakeBackend:
             reason = FinishReason.REFUSAL
         elif "@filter" in text:
             reason = FinishReason.CONTENT_FILTER
-        return Completion(
-            key, output, reason, usage=Usage(10, 5), model_reported=str(call.model)
-        )
+        return Completion(key, output, reason, usage=Usage(10, 5), model_reported=str(call.model))
 
 
 def answer_for(schema: Mapping[str, Any], key: str) -> Any:

@@ -1,4 +1,4 @@
--- How often the model and a person gave the same label. Only answered tickets are compared, so
+-- How often the model gave the golden label. Only answered tickets are compared, so
 -- `compared` falls below `golden` while answers are pending.
 with pairs as (
 

@@ -63,7 +63,7 @@ def test_good_params_pass() -> None:
 
 
 def test_local_refuses_unknown_options_names_and_files(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="engine.slot: .*accepted: context, gpu_layers, slots"):
+    with pytest.raises(SpecError, match=r"engine\.slot: .*accepted: context, gpu_layers, slots"):
         registry.open_backend(ModelRef("local", "smollm2-135m"), {"slot": 4}, tmp_path)
     with pytest.raises(SystemicError, match="accepted: local/smollm2-135m"):
         registry.open_backend(ModelRef("local", "llama"), {}, tmp_path)

@@ -1,0 +1,382 @@
+"""A dbt project opened by the command line: profile, connection, compiled models, ledgers.
+
+Like ``dbt.py`` it touches dbt's insides: what ``dbt run`` does for a model inside dbt is done here
+without its process around it. Tried with dbt-core 1.10 and 1.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from dbt.adapters.factory import adapter_management, get_adapter, register_adapter
+from dbt.cli.flags import Flags, args_to_context
+from dbt.cli.main import dbtRunner
+from dbt.config.runtime import RuntimeConfig, load_profile, load_project
+from dbt.events.logging import setup_event_logger
+from dbt.flags import set_flags
+from dbt.mp_context import get_mp_context
+from dbt_common.context import set_invocation_context
+from dbt_common.exceptions import DbtBaseException
+from dbt_common.invocation import get_invocation_id
+
+from batchsql.dbt import (
+    MATERIALIZATION,
+    VAR,
+    describe_interruption,
+    is_llm_model,
+    open_connections,
+    open_context,
+    open_ledger,
+    project_root_of,
+    read_declaration,
+)
+from batchsql.errors import BatchsqlError
+from batchsql.runner import EnrichmentRun
+from batchsql.warehouse.base import literal
+
+if TYPE_CHECKING:
+    from batchsql.declare.spec import Declaration
+    from batchsql.warehouse.ledger import Ledger
+
+_LOCK = re.compile(
+    r'Could not set lock on file "(?P<file>[^"]+)"'
+    r"(?:.*?held in (?P<program>\S+) \(PID (?P<pid>\d+)\))?",
+    re.DOTALL,
+)
+_SILENT = ("--quiet", "--no-print", "--log-level", "none")
+_KIND_OF_ERROR = re.compile(r"\A[A-Z]\w+ Error\n")
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectOptions:
+    """What says which project, profile and target are meant; None leaves it to dbt's own rules."""
+
+    project_dir: Path
+    profiles_dir: Path | None = None
+    profile: str | None = None
+    target: str | None = None
+    variables: str | None = None
+
+    def arguments(self) -> list[str]:
+        """Return them as arguments of a dbt command."""
+        given = (
+            ("--project-dir", self.project_dir.resolve()),
+            ("--profiles-dir", self.profiles_dir and self.profiles_dir.resolve()),
+            ("--profile", self.profile),
+            ("--target", self.target),
+            ("--vars", self.variables),
+        )
+        return [part for name, value in given if value is not None for part in (name, str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What a run of one llm model would send now. Rows and requests are counted apart."""
+
+    name: str
+    enrichment: str
+    model: str = ""
+    rows: int = 0
+    reused: int = 0
+    new: int = 0
+    duplicates: int = 0
+    failed: int = 0
+    requests: int = 0
+    borrowable: int = 0
+    in_progress: int = 0
+    limit: int | None = None
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+    @property
+    def to_send(self) -> int:
+        """How many requests would leave: not those that can be borrowed, and within the limit."""
+        wanted = self.requests - self.borrowable
+        return wanted if self.limit is None else min(wanted, self.limit)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def explain_error(error: BaseException) -> str:
+    """Return what to tell people of an error: dbt's and our own words, or its class and text."""
+    each: BaseException | None = error
+    while each is not None:
+        if found := _LOCK.search(str(each)):
+            return _explain_lock(found)
+        each = each.__cause__ or each.__context__
+    if isinstance(error, BatchsqlError):
+        return str(error)
+    if isinstance(error, DbtBaseException):
+        return _without_kind(str(error))
+    return f"{type(error).__name__}: {error}"
+
+
+def _explain_lock(found: re.Match[str]) -> str:
+    holder = (
+        f"the process {found['pid']} ({found['program']})" if found["pid"] else "another process"
+    )
+    return (
+        f"the DuckDB file {found['file']} is open in {holder}, and DuckDB lets one process at a "
+        "time use a file; wait until it ends or close it, then try again"
+    )
+
+
+def _without_kind(message: str) -> str:
+    """Leave out dbt's first line where it says nothing but the kind of error."""
+    body = _KIND_OF_ERROR.sub("", message)
+    return textwrap.dedent(body).strip() if body != message else message.strip()
+
+
+# --- the project ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_project(options: ProjectOptions) -> Iterator[OpenProject]:
+    """Open a project as dbt would, connected to its target when it is first asked for something.
+
+    Raises:
+        DbtBaseException: the project or its profile cannot be read.
+    """
+    set_invocation_context(dict(os.environ))
+    flags = Flags(args_to_context(["compile", *_SILENT, *options.arguments()]))
+    set_flags(flags)
+    setup_event_logger(flags)  # what dbt has to say goes to its log file, as in a run
+    # Paths in the flags start where the user stands, so they are read before the directory changes.
+    profile = load_profile(flags.PROJECT_DIR, flags.VARS, flags.PROFILE, flags.TARGET)
+    project = load_project(flags.PROJECT_DIR, flags.VERSION_CHECK, profile, flags.VARS)
+    config = RuntimeConfig.from_parts(project, profile, flags)
+    # dbt's tasks run in the project's directory; a DuckDB file's path may start there.
+    with _working_directory(Path(config.project_root)), adapter_management():
+        register_adapter(config, get_mp_context())
+        yield OpenProject(config, get_adapter(config))
+
+
+@contextlib.contextmanager
+def _working_directory(path: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+class OpenProject:
+    """A project whose profile and adapter are ready."""
+
+    def __init__(self, config: Any, adapter: Any) -> None:
+        self._config = config
+        self._adapter = adapter
+
+    @property
+    def _overrides(self) -> object:
+        variables = {**self._config.vars.to_dict(), **(self._config.cli_vars or {})}
+        return variables.get(VAR)
+
+    @contextlib.contextmanager
+    def ledgers(self) -> Iterator[list[Ledger]]:
+        """Open the ledgers of this target that exist: the default one, and those models name.
+
+        The models' own come from the last ``manifest.json``; without one, only the default one is
+        found.
+
+        Raises:
+            LedgerVersionError: a newer batchsql wrote one of them.
+        """
+        if not self._has_database():
+            yield []
+            return
+        with self._adapter.connection_named("batchsql"):
+            _, warehouse, _ = open_connections(self._adapter)
+            try:
+                target_schema = self._config.credentials.schema
+                found = {}
+                for schema in self._ledger_schemas():
+                    ledger = open_ledger(warehouse, target_schema, schema)
+                    if ledger.schema not in found and ledger.exists():
+                        ledger.check_version()
+                        found[ledger.schema] = ledger
+                yield list(found.values())
+            finally:
+                warehouse.close()
+
+    def _has_database(self) -> bool:
+        """Whether there is a database to connect to: connecting to a DuckDB file would make it."""
+        credentials = self._config.credentials
+        if credentials.type != "duckdb":
+            return True
+        path = str(credentials.path)
+        return path.startswith(("md:", "motherduck:")) or "://" in path or Path(path).exists()
+
+    def _ledger_schemas(self) -> list[str | None]:
+        if isinstance(self._overrides, Mapping) and self._overrides.get("ledger_schema"):
+            return [str(self._overrides["ledger_schema"])]
+        schemas: list[str | None] = [None]
+        manifest = Path(self._config.project_target_path) / "manifest.json"
+        if not manifest.is_file():
+            return schemas
+        for node in orjson.loads(manifest.read_bytes())["nodes"].values():
+            config = node.get("config") or {}
+            if config.get("materialized") != MATERIALIZATION:
+                continue
+            layers = [(config.get("meta") or {}).get(key) for key in ("llm_defaults", "llm")]
+            for layer in layers:
+                if isinstance(layer, Mapping) and isinstance(layer.get("ledger_schema"), str):
+                    schemas.append(layer["ledger_schema"])
+        return schemas
+
+    def plan(self, node: Any) -> ModelPlan:
+        """Find and record what a run of a compiled model would send. Sends nothing."""
+        name = str(node.name)
+        try:
+            with self._adapter.connection_named(f"batchsql.{name}"):
+                return self._plan(node)
+        except BatchsqlError as error:
+            message = str(error)
+        except DbtBaseException as error:
+            message = (
+                f"{name}: {explain_error(error)}\n(plan reads the tables that the model selects "
+                f"from; to build them: dbt run --select +{name} --exclude {name})"
+            )
+        return ModelPlan(name, str(node.unique_id), error=message)
+
+    def _plan(self, node: Any) -> ModelPlan:
+        root = self._root_of(node)
+        declaration = read_declaration(node, root, self._overrides)
+        warnings = [describe_interruption(each) for each in declaration.prompt.interrupts()]
+        context, close = open_context(
+            self._adapter,
+            declaration,
+            enrichment=str(node.unique_id),
+            invocation_id=str(get_invocation_id()),
+            project_root=root,
+            column_types={
+                column.name: column.data_type
+                for column in node.columns.values()
+                if column.data_type
+            },
+        )
+        context = replace(context, info=lambda message: None, warn=warnings.append)
+        run = EnrichmentRun(declaration, context)
+        try:
+            try:
+                run.prepare(
+                    node.compiled_code.rstrip().rstrip(";"), self._merge_target(node, declaration)
+                )
+                run.record()
+                run.reconcile()
+                plan = self._read_plan(node, run)
+            except BaseException as error:
+                # The first error is the one to tell, whatever else fails while closing.
+                with contextlib.suppress(Exception):
+                    run.finish(str(error) or type(error).__name__)
+                raise
+            run.finish(state="planned")
+        finally:
+            close()
+        return replace(plan, warnings=tuple(warnings))
+
+    def _read_plan(self, node: Any, run: EnrichmentRun) -> ModelPlan:
+        ledger, counts = run.context.ledger, run.counts
+        borrowable = in_progress = 0
+        if counts.requests_wanted:
+            in_progress = ledger.count_claimed_elsewhere()
+            borrowable = ledger.count_borrowable(
+                [run.context.open_ledger(schema) for schema in run.declaration.read_from]
+            )
+        return ModelPlan(
+            name=str(node.name),
+            enrichment=str(node.unique_id),
+            model=str(run.declaration.model),
+            rows=counts.rows,
+            reused=counts.reused,
+            new=counts.new,
+            duplicates=counts.duplicates,
+            failed=counts.failed,
+            requests=counts.requests_wanted,
+            borrowable=borrowable,
+            in_progress=in_progress,
+            limit=run.declaration.limit,
+        )
+
+    def _root_of(self, node: Any) -> Path:
+        root = Path(self._config.project_root)
+        if node.package_name == self._config.project_name:
+            return root
+        return project_root_of(node, root, self._config.packages_install_path)
+
+    def _merge_target(self, node: Any, declaration: Declaration) -> str | None:
+        """Return the table that a run would merge into, if the model is incremental and has one."""
+        if not declaration.incremental or node.config.full_refresh:
+            return None
+        place = [("catalog", node.database), ("schema", node.schema), ("name", node.alias)]
+        where = " and ".join(
+            f"lower(table_{part}) = lower({literal(str(value))})" for part, value in place if value
+        )
+        _, table = self._adapter.execute(
+            f"select count(*) from information_schema.tables where {where} "
+            "and table_type = 'BASE TABLE'",
+            fetch=True,
+        )
+        return str(node.relation_name) if table.rows[0][0] else None
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def plan_models(
+    options: ProjectOptions, select: str | None, on_step: Callable[[str], None]
+) -> list[ModelPlan]:
+    """Plan the selected llm models, from their newest files, in the order in which dbt runs them.
+
+    A model that cannot be planned has its error in its plan; the others are planned all the same.
+
+    Args:
+        options: the project.
+        select: dbt's selection syntax, or None for every llm model.
+        on_step: told what is being done.
+
+    Raises:
+        DbtBaseException: the project cannot be parsed, or a declaration is wrong.
+    """
+    on_step("compiling")
+    nodes, failed = _compile(options, select)
+    plans = []
+    if nodes:
+        with open_project(options) as project:
+            for number, node in enumerate(nodes, start=1):
+                on_step(f"{node.name} ({number} of {len(nodes)})")
+                plans.append(project.plan(node))
+    return [*plans, *failed]
+
+
+def _compile(options: ProjectOptions, select: str | None) -> tuple[list[Any], list[ModelPlan]]:
+    only_llm = f"config.materialized:{MATERIALIZATION}"
+    criteria = [f"{each},{only_llm}" for each in select.split()] if select else [only_llm]
+    result = dbtRunner().invoke(
+        # Without artifacts: `dbt retry` and result selectors look at those of the last run.
+        ["compile", *_SILENT, "--no-write-json", *options.arguments(), "--select", *criteria]
+    )
+    if result.exception is not None:
+        raise result.exception
+    nodes, failed = [], []
+    results: Sequence[Any] = getattr(result.result, "results", ())
+    for each in results:
+        node = each.node
+        if not is_llm_model(node):
+            continue
+        if str(each.status) in ("success", "pass") and node.compiled_code:
+            nodes.append(node)
+        else:
+            message = _without_kind(str(each.message or f"dbt calls it {each.status}"))
+            failed.append(ModelPlan(node.name, node.unique_id, error=f"{node.name}: {message}"))
+    return nodes, failed
