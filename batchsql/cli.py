@@ -547,7 +547,7 @@ def _cause_document(
         "tries": cause.attempts,
     }
     if show_output:
-        example["output"] = (cause.raw_output or "")[:SHOWN_CHARACTERS]
+        example["output"] = _raw_text(cause.raw_output)[:SHOWN_CHARACTERS]
     return {
         "names": names,
         "model": cause.model,
@@ -556,6 +556,15 @@ def _cause_document(
         "requests": cause.requests,
         "example": example,
     }
+
+
+def _raw_text(stored: str | None) -> str:
+    """Return what a model wrote; the ledger keeps it as a JSON text, for the sake of NULs."""
+    try:
+        text = json.loads(stored or '""')
+    except ValueError:
+        return str(stored)
+    return text if isinstance(text, str) else str(stored)
 
 
 def _print_causes(causes: Sequence[dict[str, Any]], total: int, show_output: bool) -> None:

@@ -73,6 +73,9 @@ MAX_TRANSIENT_FAILURES = 10
 """A request whose every try fails for no fault of its own ends somewhere too."""
 
 PROGRESS_SECONDS = 5.0
+_FEWEST_FOR_AN_ESTIMATE = 20
+"""Before so many are done, the time that an engine takes to start would spoil the estimate."""
+
 WAIT_SECONDS = 0.5
 """How often a run looks whether another one has answered what both want."""
 
@@ -115,7 +118,7 @@ class Progress:
         rate = self.done / self.seconds if self.seconds else 0.0
         share = f"{100 * self.done // self.total} %" if self.total else "100 %"
         text = f"{self.done:,} of {self.total:,} requests ({share}), {rate:.1f}/s"
-        if not rate or self.done >= self.total:
+        if self.done >= self.total or self.done < _FEWEST_FOR_AN_ESTIMATE:
             return text
         return f"{text}, {format_seconds((self.total - self.done) / rate)} left"
 

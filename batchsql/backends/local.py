@@ -391,6 +391,8 @@ def _server_params(path: Path, options: _Options, api_key: str, verbosity: int) 
     params.n_gpu_layers = options.gpu_layers
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
+    # Idle threads sleep instead of spinning: as fast alone, and the machine is often shared.
+    params.cpuparams.poll = params.cpuparams_batch.poll = 0
     batch_tokens = _BATCH_TOKENS_ON_GPU if options.gpu_layers else _BATCH_TOKENS
     params.n_batch = max(batch_tokens, options.slots)
     params.fit_params = False  # or it may shrink the context that was asked for

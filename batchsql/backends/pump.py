@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from batchsql.types import Completion, Request
@@ -55,6 +56,7 @@ def pump(
     in_flight = 0
     is_exhausted = False
     finished: Completion | None = None
+    yielded_at = time.monotonic()
     try:
         while True:
             while not is_exhausted and in_flight < slots + LOOK_AHEAD and not stop.is_set():
@@ -71,6 +73,7 @@ def pump(
                 # Only now that its place is filled: the caller may take long before it comes back.
                 yield finished
                 finished = None
+                yielded_at = time.monotonic()
             if in_flight == 0 and (is_exhausted or stop.is_set()):
                 return
             try:
@@ -78,6 +81,9 @@ def pump(
             except queue.Empty:
                 if stop.is_set():
                     return
+                if time.monotonic() - yielded_at >= _TICK_SECONDS:
+                    yield None
+                    yielded_at = time.monotonic()
                 continue
             in_flight -= 1
             if isinstance(result, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 from batchsql.declare.spec import Declaration
 from batchsql.errors import LedgerVersionError
-from batchsql.types import Call, Completion, Request
-from batchsql.warehouse.ledger import LEDGER_VERSION, Ledger
+from batchsql.types import Call, Completion, Outcome, Request
+from batchsql.warehouse.ledger import LEDGER_VERSION, Attempt, Ledger, SpecRow
 from batchsql.warehouse.postgres import connect_adbc
 from tests.support import fake
 from tests.support.lean import TEMPLATE, Forks, Job, connect, run_job, wait_for
@@ -132,9 +134,12 @@ def test_unrelated_run_does_not_wait(target: Target, forks: Forks, tmp_path: Pat
         wait_for(reached.exists)
         counts = run_job(other)
         assert child.process.is_alive()
-        assert target.query(
-            "select query from pg_stat_activity where state like 'idle in transaction%'"
-        ) == []  # while it waits for its model
+        assert (
+            target.query(
+                "select query from pg_stat_activity where state like 'idle in transaction%'"
+            )
+            == []
+        )  # while it waits for its model
         gate.touch()
         slow_sent = child.finish()["counts"]["requests_sent"]
     assert (counts.ok, counts.requests_sent, slow_sent) == (2, 2, 3)
@@ -214,7 +219,7 @@ def test_ledger_sees_what_others_commit_whatever_the_default_isolation(postgres_
     )
     try:
         with connection.cursor() as cursor:
-            cursor.execute("show transaction_isolation")
+            cursor.execute("select current_setting('transaction_isolation')")
             assert cursor.fetchall() == [("read committed",)]
     finally:
         connection.close()
@@ -302,3 +307,47 @@ def test_leftover_candidate_is_dropped_once_its_run_is_surely_over(
         ("finished", 3), ("interrupted", 1),
     ]  # fmt: skip
     assert target.one("select precious from {ledger}.candidate_profiles") == 1
+
+
+@pytest.mark.parametrize("target", ["postgres"], indirect=True)
+def test_claim_that_waited_for_an_answer_being_written_is_given_up(
+    target: Target, tmp_path: Path
+) -> None:
+    job = Job(target, str(tmp_path / "sent.log"), ())
+    key, spec = "a" * 32, "b" * 32
+    common: dict[str, Any] = {
+        "after": 0, "size": 5, "run_id": str(uuid.uuid4()), "owner": "o", "enrichment": "e",
+        "spec_version": spec, "backend": "fake", "model": "fake/m", "lease_seconds": 60,
+    }  # fmt: skip
+    todo = pa.RecordBatch.from_pydict({"request_key": [key], "position": [1]})
+    with (
+        connect(job) as (_, first_warehouse, _, _),
+        connect(job) as (_, second_warehouse, _, _),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first, second = (
+            Ledger(warehouse, target.ledger) for warehouse in (first_warehouse, second_warehouse)
+        )
+        first.migrate()
+        first.write_spec(SpecRow(spec, 1, "fake/m", "t", "{}", "[]", "standard", "{}", "[]"))
+        first.write_items(
+            spec,
+            pa.table({"item_key": [key], "request_key": [key], "unique_key": ["1"]}),
+            pa.table({"request_key": [key], "messages": ['[["user","hi"]]']}),
+        )
+        first.load_todo([todo])
+        second.load_todo([todo])
+        shard, _ = first.claim(**common)
+        assert shard is not None
+        attempt = Attempt(shard.shard_id, key, 1, Outcome.OK, False, "{}", "c")
+        with first_warehouse.transaction():
+            first._write_attempts([attempt], common["run_id"])
+            # The second one sees no answer yet, and waits for the claim that is about to go.
+            claiming = threads.submit(second.claim, **common)
+            wait_for(
+                lambda: target.one(
+                    "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+                )
+            )
+        assert claiming.result(30) == (None, 1)
+    assert target.one("select count(*) from {ledger}.claims") == 0

@@ -91,7 +91,7 @@ def test_dbt_finds_the_plugin_of_the_wheel(installed: Installed, tmp_path: Path)
     code = (
         "from dbt.plugins.manager import PluginManager;"
         "hooks = PluginManager.from_modules('demo').hooks['get_manifest_artifacts'];"
-        "print(*[hook.__module__ for hook in hooks])"
+        "print(*[type(hook.__self__).__module__ for hook in hooks])"
     )
     assert "batchsql.dbt" in installed.run(str(installed.python), "-c", code, cwd=tmp_path).split()
 

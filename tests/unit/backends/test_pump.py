@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from batchsql.backends import pump as pump_module
 from batchsql.backends.pump import LOOK_AHEAD, pump
 from batchsql.types import Completion, FinishReason, Request
 
@@ -143,3 +144,18 @@ def test_pump_closes_when_the_caller_leaves_early() -> None:
     next(stream)
     stream.close()
     assert closed == [True]
+
+
+def test_pump_yields_none_while_nothing_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The caller renews its leases on these; without them a slow answer would lose its shard.
+    monkeypatch.setattr(pump_module, "_TICK_SECONDS", 0.0)
+    release = threading.Event()
+
+    def ask(request: Request) -> Completion:
+        release.wait(10)
+        return answer(request)
+
+    stream = pump(requests(1), ask, 1, threading.Event())
+    assert next(stream) is None
+    release.set()
+    assert [completion for completion in stream if completion is not None]
