@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import yaml  # type: ignore[import-untyped]
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -74,26 +73,28 @@ def print_json(document: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table: with lines on a terminal, plain columns elsewhere.
+    """Print a table: fitted to a terminal, one row a line elsewhere.
 
     A column whose name starts with ``>`` holds numbers and is set to the right.
     """
     screen = Console(markup=False, highlight=False, emoji=False)
-    table = Table(
-        box=box.SIMPLE_HEAD if screen.is_terminal else None, pad_edge=False, show_edge=False
-    )
-    for name in columns:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    cells = [[_cell(value) for value in row] for row in rows]
+    for number, name in enumerate(columns):
+        # A narrow window folds the long texts, not the names.
+        widest = max((len(row[number]) for row in cells), default=0)
         table.add_column(
             name.removeprefix(">"),
             justify="right" if name.startswith(">") else "left",
             overflow="fold",
+            min_width=min(widest, 30) if name == "model" else None,
         )
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))
     if screen.is_terminal:
         screen.print(table)
         return
-    # One row a line, however long: it may be for a program or a log.
+    # However long the lines: they may be for a program or a log.
     lines = io.StringIO()
     Console(file=lines, width=100_000, markup=False, highlight=False, emoji=False).print(table)
     click.echo("\n".join(line.rstrip() for line in lines.getvalue().rstrip("\n").split("\n")))

@@ -186,7 +186,7 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
     )
 
 
-class InterruptedRunError(KeyboardInterrupt, DbtRuntimeError):  # type: ignore[misc]
+class InterruptedRunError(DbtRuntimeError, KeyboardInterrupt):  # type: ignore[misc]
     """Ctrl-C or SIGTERM, which dbt handles as ever but reports without a stack trace."""
 
 

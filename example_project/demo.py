@@ -33,6 +33,8 @@ AGREEMENT = """
 """
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=110)
 
 
 def dbt(*args: str, quiet: bool = False) -> None:

@@ -37,6 +37,9 @@ RETURNS = {
 }
 
 
+_BUILDING = threading.Lock()
+
+
 @dataclass(frozen=True)
 class Job:
     """One run of one model: where, what its rows say, and how it is declared."""
@@ -97,12 +100,13 @@ def connect(
         name = cursor.execute("select current_database()").fetchone()[0]
 
         def build_duckdb(sql: str) -> None:
-            cursor.begin()
-            cursor.execute(f'create schema if not exists "{schema}"')
-            cursor.execute(f"create or replace table {table} as {sql}")
-            points.reach("build")
-            cursor.commit()
-            points.reach("build")
+            with _BUILDING:
+                cursor.begin()
+                cursor.execute(f'create schema if not exists "{schema}"')
+                cursor.execute(f"create or replace table {table} as {sql}")
+                points.reach("build")
+                cursor.commit()
+                points.reach("build")
 
         source = DuckDBSource(cursor.execute, lambda: cursor, lambda: None)
         try:
@@ -131,6 +135,7 @@ def connect(
         return cursor
 
     def build_postgres(sql: str) -> None:
+        query("select pg_advisory_xact_lock(1)")  # two that create one schema would collide
         query(f'create schema if not exists "{schema}"')
         query(f"drop table if exists {table}")
         query(f"create table {table} as {sql}")

@@ -1,0 +1,87 @@
+"""Imports go one way, and nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import batchsql
+
+PACKAGE = Path(batchsql.__file__).parent
+RANKS = {
+    "types": 0, "errors": 0, "version": 0,
+    "declare": 1,
+    "validate": 2,
+    "backends": 3, "warehouse": 3,
+    "runner": 4,
+    "dbt": 5, "scaffold": 5,
+    "dbt_project": 6,
+    "cli": 7,
+}  # fmt: skip
+SIBLINGS = [
+    {"warehouse.duckdb", "warehouse.postgres"},
+]
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if not name.endswith("__init__"):
+            yield name, ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the batchsql modules that a module imports anywhere, by name within the package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("batchsql."):
+            module = node.module.removeprefix("batchsql.")
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            known = {name for name, _ in ALL}
+            yield from (name if name in known else module for name in names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "batchsql":
+            yield from (alias.name for alias in node.names)
+
+
+ALL = list(modules())
+
+
+def test_every_module_has_a_rank() -> None:
+    assert {name.split(".")[0] for name, _ in ALL} == set(RANKS)
+
+
+def test_imports_go_only_down() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, tree in ALL
+        for imported in imports(tree)
+        if imported in RANKS or "." in imported
+        if name.split(".")[0] != imported.split(".")[0]
+        if RANKS[imported.split(".")[0]] >= RANKS[name.split(".")[0]]
+    ]
+    assert wrong == []
+
+
+def test_adapters_do_not_import_each_other() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, tree in ALL
+        for imported in imports(tree)
+        if any(name in group and imported in group for group in SIBLINGS)
+    ]
+    assert wrong == []
+
+
+def test_importing_the_plugin_brings_in_nothing_heavy() -> None:
+    code = (
+        "import sys, dbt.plugins.manager, dbt.adapters.base.impl; before = set(sys.modules); "
+        "import dbt_batchsql; assert dbt_batchsql.plugins; new = set(sys.modules) - before; "
+        "print(sorted(m for m in new if m.split('.')[0] in "
+        "('duckdb', 'pyarrow', 'pydantic', 'sqlglot', 'xllamacpp', 'jsonschema_rs')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    assert done.stdout.strip() == "[]"
