@@ -78,16 +78,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     A column whose name starts with ``>`` holds numbers and is set to the right.
     """
     screen = Console(markup=False, highlight=False, emoji=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     cells = [[_cell(value) for value in row] for row in rows]
     for number, name in enumerate(columns):
-        # A narrow window folds the long texts, not the names.
+        # A narrow window folds the long texts, not names, numbers and words.
         widest = max((len(row[number]) for row in cells), default=0)
+        word = max(map(len, name.removeprefix(">").split()))
         table.add_column(
             name.removeprefix(">"),
             justify="right" if name.startswith(">") else "left",
             overflow="fold",
-            min_width=min(widest, 30) if name == "model" else None,
+            min_width=max(word, min(widest, 30 if name == "model" else 10)),
         )
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))

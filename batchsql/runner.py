@@ -496,12 +496,13 @@ class EnrichmentRun:
                     f"limit {self.declaration.limit} reached; {left:,} requests stay pending"
                 )
                 return
-            sent_before = self._tries_written
-            self._ship_pass(left)
-            if self._tries_written > sent_before:
+            elsewhere = context.ledger.count_claimed_elsewhere()
+            written_before = self._tries_written
+            if elsewhere < left:  # or an engine would be loaded only to wait
+                self._ship_pass(left)
+            if self._tries_written > written_before:
                 idle = 0
                 continue
-            elsewhere = context.ledger.count_claimed_elsewhere()
             if elsewhere and not waiting_said:
                 context.info(f"waiting for {elsewhere:,} requests that another run is answering")
                 waiting_said = True

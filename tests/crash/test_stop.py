@@ -38,6 +38,7 @@ def test_signal_stops_dbt_and_keeps_what_was_answered(
     assert seconds < 2, stopped.output
     assert stopped.returncode > 0
     assert "Traceback" not in stopped.output
+    assert "what was answered until now is kept" in stopped.output
     assert len(project.sent()) == ANSWERED
 
     target = project.target
