@@ -26,6 +26,7 @@ from rich.text import Text
 
 from batchsql import scaffold
 from batchsql.errors import BatchsqlError
+from batchsql.progress import format_seconds
 from batchsql.types import Outcome
 from batchsql.version import __version__
 
@@ -93,6 +94,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))
     if screen.is_terminal:
+        # Where even folding is not enough, the terminal breaks lines; nothing is cut off.
+        needed = Console(width=1_000).measure(table).minimum + len(columns)  # and the gaps
+        screen.width = max(screen.width, needed)
         screen.print(table)
         return
     # However long the lines: they may be for a program or a log.
@@ -119,8 +123,6 @@ def working() -> Iterator[Callable[[str], None]]:
 
 
 def _ago(seconds: float) -> str:
-    from batchsql.runner import format_seconds
-
     return f"{format_seconds(max(0.0, seconds))} ago"
 
 
@@ -477,8 +479,6 @@ def _print_status(documents: Sequence[dict[str, Any]], shards: Sequence[OpenShar
 
 
 def _lease(seconds: float) -> str:
-    from batchsql.runner import format_seconds
-
     if seconds < 0:
         return f"ran out {_ago(-seconds)}"
     return f"{format_seconds(seconds)} left"

@@ -30,7 +30,8 @@ from batchsql.version import __version__
 
 if TYPE_CHECKING:
     from batchsql.declare.spec import Declaration
-    from batchsql.runner import Counts, EnrichmentRun, RunContext
+    from batchsql.context import RunContext
+    from batchsql.runner import Counts, EnrichmentRun
     from batchsql.warehouse.base import Dialect, Source, Warehouse
     from batchsql.warehouse.ledger import Ledger
 
@@ -421,7 +422,7 @@ def open_context(
         WarehouseError: there is no support for this adapter.
     """
     from batchsql.backends.registry import open_backend
-    from batchsql.runner import RunContext
+    from batchsql.context import RunContext
     from batchsql.warehouse.ledger import Ledger
 
     source, warehouse, dialect = open_connections(adapter)

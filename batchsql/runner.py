@@ -13,19 +13,17 @@ The order of durable steps, and what a death between two of them costs:
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from threading import Event
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
 from batchsql.backends.base import StreamBackend
+from batchsql.context import RunContext
 from batchsql.declare.keys import (
     KEY_RECIPE,
     RequestKeyer,
@@ -36,30 +34,19 @@ from batchsql.declare.keys import (
 )
 from batchsql.declare.prompt import BoundPrompt, RenderError
 from batchsql.declare.spec import Declaration, check_columns
-from batchsql.errors import BatchsqlError, DataError, Mistake, ReconciliationError, SpecError
-from batchsql.types import Call, Completion, Outcome, Request, Usage
-from batchsql.validate.structure import AnswerValidator
+from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError
+from batchsql.shipping import Shipper
 from batchsql.warehouse.base import (
     Column,
     ColumnSql,
-    Dialect,
-    Source,
     UnsupportedColumnTypeError,
-    Warehouse,
     column_values,
     item_key_sql,
-    literal,
     quote,
 )
 from batchsql.warehouse.ledger import (
-    Attempt,
-    Claim,
-    Ledger,
-    Shard,
     SpecRow,
     iter_positions,
-    process_id,
-    relation_name,
 )
 
 ITEM_KEY = "__batchsql_item_key"
@@ -69,19 +56,6 @@ STATUS_COLUMN = "llm_status"
 REQUEST_COLUMN = "llm_request_id"
 
 RECORD_BATCH_ROWS = 20_000
-MAX_TRANSIENT_FAILURES = 10
-"""A request whose every try fails for no fault of its own ends somewhere too."""
-
-PROGRESS_SECONDS = 5.0
-_FEWEST_FOR_AN_ESTIMATE = 20
-"""Before so many are done, the time that an engine takes to start would spoil the estimate."""
-
-WAIT_SECONDS = 0.5
-"""How often a run looks whether another one has answered what both want."""
-
-
-class StoppedError(BatchsqlError):
-    """The run was asked to stop. What was answered until then is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,64 +80,6 @@ class Counts:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the requests of a run are."""
-
-    done: int
-    total: int
-    seconds: float
-
-    def __str__(self) -> str:
-        rate = self.done / self.seconds if self.seconds else 0.0
-        share = f"{100 * self.done // self.total} %" if self.total else "100 %"
-        text = f"{self.done:,} of {self.total:,} requests ({share}), {rate:.1f}/s"
-        if self.done >= self.total or self.done < _FEWEST_FOR_AN_ESTIMATE:
-            return text
-        return f"{text}, {format_seconds((self.total - self.done) / rate)} left"
-
-
-def format_seconds(seconds: float) -> str:
-    """Write a duration for people: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """Where a run happens: the connections, the ledger's place, and who is told what."""
-
-    source: Source
-    warehouse: Warehouse
-    dialect: Dialect
-    ledger: Ledger
-    open_backend: Callable[[Declaration], StreamBackend]
-    open_ledger: Callable[[str], Ledger]
-    enrichment: str
-    invocation_id: str
-    stop: Event
-    info: Callable[[str], None]
-    warn: Callable[[str], None]
-    column_types: Mapping[str, str] = field(default_factory=dict)
-    """The user's own type for an answer column, by name."""
-
-
-@dataclass
-class _Shipping:
-    """What a pass over the wanted requests holds in memory: open claims and finished tries."""
-
-    claims: dict[str, tuple[str, Claim]] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)
-    finished: list[Attempt] = field(default_factory=list)
-    flushed_at: float = field(default_factory=time.monotonic)
-    renewed_at: float = field(default_factory=time.monotonic)
-    handled: int = 0
-
-
 class EnrichmentRun:
     """A run of one enrichment. Call ``prepare``, ``record``, ``ship``, ``reconcile`` in this order.
 
@@ -176,7 +92,6 @@ class EnrichmentRun:
         self.run_id = str(uuid.uuid4())
         self.counts = Counts()
         self.columns: list[Column] = []
-        self._owner = f"{process_id()}:{self.run_id}"
         self._started_at = time.monotonic()
         self._backend: StreamBackend | None = None
         self._bound: BoundPrompt | None = None
@@ -184,8 +99,6 @@ class EnrichmentRun:
         self.spec_version = ""
         self._identity: Mapping[str, Any] = {}
         self._all_known = False
-        self._tries_written = 0
-        self._first_tries = 0
 
     # --- evaluate -----------------------------------------------------------------------------
 
@@ -379,9 +292,7 @@ class EnrichmentRun:
         for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
             items, requests = self._render_batch(batch)
             context.ledger.write_items(self.spec_version, items, requests)
-        context.ledger.load_todo(
-            iter_positions(context.source.stream(self._wanted_sql(), 100_000))
-        )
+        context.ledger.load_todo(iter_positions(context.source.stream(self._wanted_sql(), 100_000)))
         wanted = context.ledger.count_todo()
         unanswered = context.source.fetch(
             f"select count(*) from {self.candidate} where {OUTPUT} is null"
@@ -474,7 +385,7 @@ class EnrichmentRun:
     # --- ship ---------------------------------------------------------------------------------
 
     def ship(self) -> None:
-        """Send what is wanted, write the answers as they come, until nothing more can be done.
+        """Send what is wanted and write the answers, until nothing more can be done.
 
         Raises:
             SystemicError: the backend refuses everything; what was answered before is kept.
@@ -482,230 +393,29 @@ class EnrichmentRun:
         """
         if self._all_known:
             return
-        context = self.context
-        self._borrow()
-        waiting_said = False
-        idle = 0
-        while left := context.ledger.trim_todo():
-            self._raise_if_stopped()
-            freed = context.ledger.free_lost_shards()
-            if freed:
-                context.info(f"took over {freed} shards of runs that ended without finishing them")
-            if self._limit_left() == 0:
-                context.info(
-                    f"limit {self.declaration.limit} reached; {left:,} requests stay pending"
-                )
-                return
-            elsewhere = context.ledger.count_claimed_elsewhere()
-            written_before = self._tries_written
-            if elsewhere < left:  # or an engine would be loaded only to wait
-                self._ship_pass(left)
-            if self._tries_written > written_before:
-                idle = 0
-                continue
-            if elsewhere and not waiting_said:
-                context.info(f"waiting for {elsewhere:,} requests that another run is answering")
-                waiting_said = True
-            idle = 0 if elsewhere else idle + 1
-            if idle > 20:
-                raise ReconciliationError(
-                    f"{self.declaration.subject}: {left:,} requests are wanted, but can neither be "
-                    "claimed nor are they claimed elsewhere; run batchsql status and report this"
-                )
-            context.stop.wait(WAIT_SECONDS)
-
-    def _borrow(self) -> None:
-        borrowed = 0
-        for name in self.declaration.read_from:
-            borrowed += self.context.ledger.borrow(self.context.open_ledger(name), self.run_id)
-        if borrowed:
-            self.context.info(f"{borrowed:,} answers copied from {', '.join(self.declaration.read_from)}")
-        self.counts = replace(self.counts, requests_borrowed=borrowed)
-
-    def _raise_if_stopped(self) -> None:
-        if self.context.stop.is_set():
-            raise StoppedError(
-                f"{self.declaration.subject}: stopped; {self.counts.requests_ok:,} answers are kept, "
-                "the next run goes on from there"
-            )
-
-    def _limit_left(self) -> int | None:
-        limit = self.declaration.limit
-        return None if limit is None else max(0, limit - self._first_tries)
-
-    def _ship_pass(self, wanted: int) -> None:
-        """Send every wanted request at most once, in shards, through one unbroken stream."""
-        declaration = self.declaration
-        context = self.context
-        backend = self._backend
-        if backend is None:
+        if self._backend is None:
             raise RuntimeError("prepare comes first")
-        call = Call(
-            model=declaration.model,
-            params=declaration.params,
-            schema=declaration.returns.object_schema(),
-            max_tokens=declaration.max_tokens,
+        shipper = Shipper(
+            self.declaration,
+            self.context,
+            self._backend,
+            run_id=self.run_id,
+            spec_version=self.spec_version,
         )
-        validator = AnswerValidator(declaration.returns)
-        state = _Shipping()
-        limit = self._limit_left()
-        total = wanted if limit is None else min(wanted, limit)
-        started = shown = time.monotonic()
         try:
-            for completion in backend.complete(self._feed(backend, state), call, context.stop):
-                if completion is not None:
-                    self._handle(completion, state, validator, backend.version)
-                now = time.monotonic()
-                self._keep(state, now)
-                if now - shown >= PROGRESS_SECONDS:
-                    context.info(str(Progress(state.handled, total, now - started)))
-                    shown = now
+            shipper.ship()
         finally:
-            try:
-                self._flush(state)
-            finally:
-                context.ledger.finish_shards(state.epochs, self._owner)
-        if state.handled:
-            context.info(str(Progress(state.handled, total, time.monotonic() - started)))
-        self._raise_if_stopped()
-
-    def _feed(self, backend: StreamBackend, state: _Shipping) -> Iterator[Request]:
-        """Claim shard after shard, each when the one before has been taken whole."""
-        position = 0
-        size = backend.capabilities.shard_requests
-        while not self.context.stop.is_set():
-            limit = self._limit_left()
-            if limit == 0:
-                return
-            shard, last = self.context.ledger.claim(
-                after=position,
-                size=size if limit is None else min(size, limit),
-                run_id=self.run_id,
-                owner=self._owner,
-                enrichment=self.context.enrichment,
-                spec_version=self.spec_version,
-                backend=self.declaration.model.provider,
-                model=str(self.declaration.model),
-                lease_seconds=self.declaration.lease_seconds,
+            sent = shipper.counts
+            self.counts = replace(
+                self.counts,
+                requests_sent=sent.tries,
+                requests_ok=sent.ok,
+                requests_failed=sent.given_up,
+                requests_borrowed=sent.borrowed,
+                input_tokens=sent.input_tokens,
+                output_tokens=sent.output_tokens,
+                cached_tokens=sent.cached_tokens,
             )
-            if last == position:
-                return
-            position = last
-            if shard is not None:
-                self._first_tries += sum(claim.attempt_number == 0 for claim in shard.claims)
-                state.epochs[shard.shard_id] = shard.epoch
-                yield from self._feed_shard(shard, state)
-
-    @staticmethod
-    def _feed_shard(shard: Shard, state: _Shipping) -> Iterator[Request]:
-        for claim in shard.claims:
-            state.claims[claim.request.request_key] = (shard.shard_id, claim)
-        for claim in shard.claims:
-            if shard.shard_id not in state.epochs:  # taken over by another run meanwhile
-                return
-            yield claim.request
-
-    def _handle(
-        self, completion: Completion, state: _Shipping, validator: AnswerValidator, version: str
-    ) -> None:
-        taken = state.claims.pop(completion.request_key, None)
-        if taken is None:  # of a shard that was lost
-            return
-        shard_id, claim = taken
-        verdict = validator.check(completion)
-        outcome = verdict.outcome
-        state.handled += 1
-        state.finished.append(
-            Attempt(
-                shard_id=shard_id,
-                request_key=completion.request_key,
-                attempt_number=claim.attempt_number + 1,
-                outcome=outcome,
-                is_final=self._is_final(outcome, claim),
-                answer=verdict.answer,
-                checksum=_checksum(verdict.answer),
-                error=verdict.error,
-                raw_output=verdict.raw,
-                finish_reason=completion.finish_reason.value if completion.finish_reason else None,
-                usage=completion.usage,
-                model_reported=completion.model_reported,
-                engine_version=version,
-                started_at=completion.started_at,
-                finished_at=completion.finished_at,
-            )
-        )
-
-    def _is_final(self, outcome: Outcome, claim: Claim) -> bool:
-        """Whether this try was the last that the request's budget allows."""
-        if outcome is Outcome.OK:
-            return False
-        if outcome is Outcome.TRANSIENT:
-            return claim.transient_failures + 1 >= MAX_TRANSIENT_FAILURES
-        return (
-            not outcome.is_retryable or claim.item_failures + 1 >= self.declaration.max_attempts
-        )
-
-    def _keep(self, state: _Shipping, now: float) -> None:
-        """Flush by count or time, and renew the leases in good time."""
-        declaration = self.declaration
-        due = now - state.flushed_at >= declaration.flush_seconds
-        if len(state.finished) >= declaration.flush_rows or (due and state.finished):
-            self._flush(state)
-        if now - state.renewed_at >= declaration.lease_seconds / 4:
-            lost = self.context.ledger.renew(
-                state.epochs, self._owner, declaration.lease_seconds
-            )
-            self._drop(lost, state)
-            state.renewed_at = now
-
-    def _flush(self, state: _Shipping) -> None:
-        attempts = state.finished
-        state.flushed_at = time.monotonic()
-        if not attempts:
-            return
-        # Closed as soon as their last try is written, so that only open ones have leases to renew.
-        unfinished = {shard_id for shard_id, _ in state.claims.values()}
-        done = {attempt.shard_id for attempt in attempts} - unfinished
-        state.finished = []
-        try:
-            lost = self.context.ledger.flush(
-                attempts, state.epochs, self.run_id, self._owner, done
-            )
-        except Exception:
-            state.finished = attempts  # tried once more before the run ends
-            raise
-        written = [attempt for attempt in attempts if attempt.shard_id not in lost]
-        self._drop(lost, state)
-        for shard_id in done:
-            state.epochs.pop(shard_id, None)
-        self._tries_written += len(written)
-        usage = [attempt.usage for attempt in written]
-        good = sum(attempt.outcome is Outcome.OK for attempt in written)
-        self.counts = replace(
-            self.counts,
-            requests_sent=self.counts.requests_sent + len(written),
-            requests_ok=self.counts.requests_ok + good,
-            requests_failed=self.counts.requests_failed
-            + sum(attempt.is_final for attempt in written),
-            input_tokens=self.counts.input_tokens + sum(u.input_tokens for u in usage),
-            output_tokens=self.counts.output_tokens + sum(u.output_tokens for u in usage),
-            cached_tokens=self.counts.cached_tokens + sum(u.cached_tokens for u in usage),
-        )
-
-    def _drop(self, lost: set[str], state: _Shipping) -> None:
-        """Forget shards that another run took over; their answers are that run's to give."""
-        if not lost:
-            return
-        self.context.warn(
-            f"{len(lost)} shards were taken over by another run: this one was silent for longer "
-            f"than its lease of {self.declaration.lease_seconds:g} s"
-        )
-        for shard_id in lost:
-            state.epochs.pop(shard_id, None)
-        state.claims = {
-            key: taken for key, taken in state.claims.items() if taken[0] not in lost
-        }
-        state.finished = [a for a in state.finished if a.shard_id not in lost]
 
     # --- reconcile and build ------------------------------------------------------------------
 
@@ -721,7 +431,8 @@ class EnrichmentRun:
         else:
             found = dict(
                 self.context.source.fetch(
-                    f"select {STATUS_COLUMN}, count(*) from (\n{self._resolved_sql()}\n) b group by 1"
+                    f"select {STATUS_COLUMN}, count(*) "
+                    f"from (\n{self._resolved_sql()}\n) b group by 1"
                 )
             )
             self.counts = replace(
@@ -741,8 +452,10 @@ class EnrichmentRun:
                     f"{requests.waiting:,} waiting"
                 )
             tries, _ = self.context.ledger.count_attempts(self.run_id)
-            if tries != self._tries_written:
-                problems.append(f"{self._tries_written:,} tries were made, {tries:,} are recorded")
+            if tries != self.counts.requests_sent:
+                problems.append(
+                    f"{self.counts.requests_sent:,} tries were made, {tries:,} are recorded"
+                )
         counts = self.counts
         if counts.ok + counts.pending + counts.failed != counts.rows:
             problems.append(
@@ -772,7 +485,8 @@ class EnrichmentRun:
             f"when {key} is null then 'unrecorded' "
             f"when d.request_key is not null then 'failed' else 'pending' end as {STATUS_COLUMN} "
             f"from {self.candidate} c "
-            f"left join {names('items')} k on c.{REQUEST_KEY} is null and k.item_key = c.{ITEM_KEY} "
+            f"left join {names('items')} k "
+            f"on c.{REQUEST_KEY} is null and k.item_key = c.{ITEM_KEY} "
             f"left join {names('results')} r on c.{OUTPUT} is null and r.request_key = {key} "
             "and r.state = 'accepted' "
             f"left join {names('dead_letters')} d on c.{OUTPUT} is null and d.request_key = {key}"
@@ -837,9 +551,3 @@ def _show_unique_key(values: Sequence[Any] | None) -> str | None:
     if values is None:
         return None
     return str(values[0]) if len(values) == 1 else orjson.dumps(list(values)).decode()
-
-
-def _checksum(answer: str | None) -> str | None:
-    return None if answer is None else hashlib.sha256(answer.encode()).hexdigest()[:32]
-
-

@@ -16,10 +16,12 @@ RANKS = {
     "declare": 1,
     "validate": 2,
     "backends": 3, "warehouse": 3,
-    "runner": 4,
-    "dbt": 5, "scaffold": 5,
-    "dbt_project": 6,
-    "cli": 7,
+    "context": 4, "progress": 4,
+    "shipping": 5,
+    "runner": 6,
+    "dbt": 7, "scaffold": 7,
+    "dbt_project": 8,
+    "cli": 9,
 }  # fmt: skip
 SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},

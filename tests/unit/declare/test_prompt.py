@@ -1,125 +1,24 @@
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
+from datetime import datetime, timedelta, timezone
 from typing import Any
-from uuid import UUID
 
 import jinja2
-import jinja2.meta
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchsql.declare import prompt as prompt_module
-from batchsql.declare.normalize import Normalize, normalize_text
+from batchsql.declare import roles
+from batchsql.declare.normalize import normalize_text
+from batchsql.declare.printing import print_value
 from batchsql.declare.prompt import (
-    PrefixInterruption,
     PromptSyntaxError,
     RenderError,
     UnknownColumnsError,
     parse_prompt,
-    print_value,
 )
-from batchsql.types import Message, Role
-
-Pairs = list[tuple[str, str]]
-
-
-def render(source: str, mode: Normalize = Normalize.STANDARD, /, **row: Any) -> Pairs:
-    bound = parse_prompt(source).bind(list(row), mode)
-    return pairs(bound.render(row))
-
-
-def pairs(messages: tuple[Message, ...]) -> Pairs:
-    return [(message.role.value, message.content) for message in messages]
-
-
-def text_of(source: str, **row: Any) -> str:
-    ((role, content),) = render(source, **row)
-    assert role == "user"
-    return content
-
-
-# --- Role lines ---
-
-ROLE_CASES: list[tuple[str, Pairs]] = [
-    ("Label {{ body }}", [("user", "Label B")]),
-    ("system:\nBe brief.\nuser:\n{{ body }}\n", [("system", "Be brief."), ("user", "B")]),
-    ("system: \t\nS\nuser:\n{{ body }}", [("system", "S"), ("user", "B")]),
-    ("\n\nuser:\n{{ body }}\n\n", [("user", "B")]),
-    ("hello\nsystem:\n{{ body }}", [("user", "hello"), ("system", "B")]),
-    ("{# note #}\nuser:\n{{ body }}", [("user", "B")]),
-    (
-        "user:\nQ\nassistant:\nA\nuser:\n{{ body }}",
-        [("user", "Q"), ("assistant", "A"), ("user", "B")],
-    ),
-    (
-        "{% if body %}\nsystem:\nyes\n{% endif %}\nuser:\n{{ body }}",
-        [("system", "yes"), ("user", "B")],
-    ),
-    ("{% if not body %}\nsystem:\nyes\n{% endif %}\nuser:\n{{ body }}", [("user", "B")]),
-    (
-        "{% for n in [1, 2] %}\nuser:\n{{ n }}\nassistant:\n{{ body }}\n{% endfor %}",
-        [("user", "1"), ("assistant", "B"), ("user", "2"), ("assistant", "B")],
-    ),
-    (
-        "{% macro shot(q) %}\nuser:\n{{ q }}\n{% endmacro %}"
-        "{{ shot('x') | upper }}{{ shot(body) | trim }}",
-        [("user", "X"), ("user", "B")],
-    ),
-    ("{#\nsystem:\nhidden\n#}\nuser:\n{{ body }}", [("user", "B")]),
-    (
-        "{% raw %}\nsystem:\n{{ x }}\n{% endraw %}\nuser:\n{{ body }}",
-        [("system", "{{ x }}"), ("user", "B")],
-    ),
-    ("system:\n   \nuser:\n{{ body }}", [("user", "B")]),
-    ("system:\nonly {{ body }}", [("system", "only B")]),
-    (" user:\n{{ body }}", [("user", "user:\nB")]),
-    ("User:\n{{ body }}", [("user", "User:\nB")]),
-    ("user: hi\n{{ body }}", [("user", "user: hi\nB")]),
-    ("user:\nthe user:\n{{ body }}", [("user", "the user:\nB")]),
-    ("{% set user = 'k' %}{{ {\nuser:\nbody}['k'] }}", [("user", "B")]),
-    ("user:\n{{ 'a\nsystem:\nb' }}{{ body }}", [("user", "a\nsystem:\nbB")]),
-    ("\ufeffsystem:\r\nS\r\nuser:\r\n{{ body }}\r\n", [("system", "S"), ("user", "B")]),
-    ("system:\n{%- if true %}\nS{% endif -%}\nuser:\n{{ body }}", [("system", "S"), ("user", "B")]),
-]
-
-
-@pytest.mark.parametrize(("source", "expected"), ROLE_CASES)
-def test_role_lines_split_the_source_into_messages(source: str, expected: Pairs) -> None:
-    assert render(source, body="B") == expected
-
-
-def test_role_line_keeps_the_text_of_mode_none_whole() -> None:
-    rendered = render("system:\n S \nuser:\n{{ body }}\n\n", Normalize.NONE, body=" B\r\n")
-    assert rendered == [("system", " S \n"), ("user", " B\r\n\n")]
-
-
-def test_mode_normalises_prefix_and_row() -> None:
-    source = "system:\na  b\nuser:\n{{ body }}"
-    assert render(source, Normalize.WHITESPACE, body="c \n d") == [
-        ("system", "a b"),
-        ("user", "c d"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% filter upper %}\nuser:\n{{ body }}{% endfilter %}",
-        "x{% set t %}\nuser:\n{{ body }}{% endset %}",
-    ],
-)
-def test_role_line_inside_filtered_text_is_refused(source: str) -> None:
-    with pytest.raises(PromptSyntaxError, match="role line") as caught:
-        parse_prompt(source)
-    assert caught.value.line == 1
-
+from tests.support.prompts import Pairs, pairs, render, text_of
 
 # --- Rows are data ---
 
@@ -151,153 +50,6 @@ def test_any_row_leaves_the_messages_roles_as_they_are(value: str) -> None:
     bound = parse_prompt("system:\nS\nuser:\n<{{ body }}>").bind(["body"])
     expected = [("system", "S"), ("user", normalize_text(f"<{value}>"))]
     assert pairs(bound.render([value])) == expected
-
-
-def test_mark_of_role_lines_differs_between_processes() -> None:
-    program = "from batchsql.declare import prompt; print(repr(prompt._MARK))"
-    outputs = {
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout
-        for _ in range(2)
-    } | {repr(prompt_module._MARK).encode() + b"\n"}
-    assert len(outputs) == 3
-
-
-def test_mark_of_role_lines_is_in_no_message() -> None:
-    messages = parse_prompt("a\nuser:\nb {{ x }}\nassistant:\nc").bind(["x"]).render(["v"])
-    assert all(prompt_module._NONCE not in message.content for message in messages)
-
-
-# --- Printing ---
-
-PLUS_TWO = timezone(timedelta(hours=2))
-
-PRINT_CASES: list[tuple[Any, str]] = [
-    ("text", "text"),
-    (True, "true"),
-    (False, "false"),
-    (None, ""),
-    (7, "7"),
-    (2**80, str(2**80)),
-    (0.1, "0.1"),
-    (1e20, "1e+20"),
-    (Decimal("12.50"), "12.50"),
-    (Decimal("1E+3"), "1000"),
-    (Decimal("1E-9"), "0.000000001"),
-    (date(2024, 1, 31), "2024-01-31"),
-    (datetime(2024, 1, 31, 12), "2024-01-31T12:00:00"),
-    (datetime(2024, 1, 31, 12, 0, 0, 5), "2024-01-31T12:00:00.000005"),
-    (datetime(2024, 1, 31, 14, tzinfo=PLUS_TWO), "2024-01-31T12:00:00Z"),
-    (datetime(2024, 1, 31, 14, 0, 0, 5, tzinfo=PLUS_TWO), "2024-01-31T12:00:00.000005Z"),
-    (time(12, 30), "12:30:00"),
-    (timedelta(days=1, seconds=2), "1 day, 0:00:02"),
-    (b"\x00\xab", "00ab"),
-    (UUID("12345678-1234-5678-1234-567812345678"), "12345678-1234-5678-1234-567812345678"),
-    ({"b": 1, "a": [True, None, "é<&'"]}, '{"b":1,"a":[true,null,"é<&\'"]}'),
-    (["x", date(2024, 1, 31)], '["x","2024-01-31"]'),
-    ([datetime(2024, 1, 31, 14, tzinfo=PLUS_TWO)], '["2024-01-31T12:00:00Z"]'),
-    ([Decimal("12.50"), Decimal("NaN"), b"\xab"], '[12.50,null,"ab"]'),
-    ({2: "x", True: [2**64]}, '{"2":"x","true":[18446744073709551616]}'),
-    ({date(2024, 1, 31): 2**70}, '{"2024-01-31":1180591620717411303424}'),
-    ((), "[]"),
-]
-
-
-@pytest.mark.parametrize(("value", "expected"), PRINT_CASES)
-def test_value_prints_as_promised(value: Any, expected: str) -> None:
-    assert print_value(value) == expected
-    assert text_of("[{{ v }}]", v=value) == f"[{expected}]"
-
-
-def test_tojson_is_compact_and_keeps_html() -> None:
-    value = {"b": "<é>'&", "a": [1, None, Decimal("1.10")]}
-    assert text_of("{{ v | tojson }}", v=value) == '{"b":"<é>\'&","a":[1,null,1.10]}'
-    assert text_of("{{ v | tojson }}", v='a"b') == '"a\\"b"'
-    assert json.loads(text_of("{{ v | tojson(indent=2) }}", v={"a": 1})) == {"a": 1}
-
-
-def test_text_operations_see_times_in_utc() -> None:
-    row = {"at": datetime(2024, 1, 31, 1, tzinfo=PLUS_TWO)}
-    assert (
-        text_of("{{ at.strftime('%d %H') }} {{ at ~ '' }}", **row)
-        == "30 23 2024-01-30 23:00:00+00:00"
-    )
-
-
-def test_range_prints_as_a_list() -> None:
-    assert text_of("{{ range(n) }}", n=3) == "[0,1,2]"
-
-
-@pytest.mark.parametrize(
-    "source", ["{{ x | map('upper') }}", "{{ x.upper }}", "{{ dict }}{{ x }}{{ cycler(x) }}"]
-)
-def test_value_without_a_text_of_its_own_is_refused(source: str) -> None:
-    with pytest.raises(RenderError, match="cannot be printed"):
-        render(source, x="abc", dict="d")
-
-
-# --- Columns ---
-
-COLUMN_CASES: list[tuple[str, tuple[str, ...], bool]] = [
-    ("{{ b }} {{ a }} {{ b }}", ("b", "a"), False),
-    ("static", (), False),
-    ("{{ row['User Name'] }} {{ row[\"b\"] }} {{ a }}", ("User Name", "b", "a"), False),
-    ("{{ row.x }} {{ row.items }}", ("x", "items"), False),
-    ("{{ row['row'] }}", ("row",), False),
-    ("{{ row['from'] }} {{ row['not'] }} {{ row['loop'] }}", ("from", "not", "loop"), False),
-    ("{{ row }}", (), True),
-    ("{{ row | tojson }} {{ a }}", ("a",), True),
-    ("{{ row[a] }}", ("a",), True),
-    ("{% for k, v in row.items() %}{{ k }}{{ v }}{% endfor %}", (), True),
-    ("{{ row.get('a') }}", (), True),
-    ("{{ row[0] }}", (), True),
-    ("{{ row.a.strip() }}", ("a",), False),
-    ("{% for t in tags %}{{ t }} {{ loop.index }}{% endfor %}", ("tags",), False),
-    ("{% for t in tags %}{{ t }}{% endfor %}{{ t }}", ("tags", "t"), False),
-    ("{% for row in rows %}{{ row.a }}{% endfor %}", ("rows",), False),
-    ("{% set x = a %}{{ x }}", ("a",), False),
-    ("{% set a = a | trim %}{{ a }}", ("a",), False),
-    ("{% set x = 1 %}{{ x }}", (), False),
-    ("{% if c %}{% set x = 1 %}{% endif %}{{ x }}", ("c", "x"), False),
-    ("{% with y = a %}{{ y }}{% endwith %}{{ y }}", ("a", "y"), False),
-    (
-        "{% macro m(p, q=d) %}{{ p }}{{ e }}{{ varargs }}{% endmacro %}{{ m(f) }}",
-        ("d", "e", "f"),
-        False,
-    ),
-    ("{% call(z) m2(1) %}{{ z }}{{ g }}{% endcall %}", ("m2", "g"), False),
-    ("{{ b if a else c }}", ("b", "a", "c"), False),
-    (
-        "{% for t in ts if t == w %}{{ u }}{% else %}{{ n }}{% endfor %}",
-        ("ts", "w", "u", "n"),
-        False,
-    ),
-    ("{% filter replace(a, 'x') %}{{ b }}{% endfilter %}", ("a", "b"), False),
-    ("{{ range(n) }} {{ dict(a=v) }}", ("n", "v"), False),
-    ("{{ range }}", ("range",), False),
-    ("{{ größe }} {{ 名前 }} {{ class }}", ("größe", "名前", "class"), False),
-    ("{{ a[b:c] }} {{ d is divisibleby(e) }}", ("a", "b", "c", "d", "e"), False),
-    ("{# {{ no }} #}{% raw %}{{ no }}{% endraw %}{{ a }}", ("a",), False),
-    ("{% if a is defined %}x{% endif %}{{ b | default('y') }}", ("a", "b"), False),
-]
-
-
-@pytest.mark.parametrize(("source", "columns", "uses_all"), COLUMN_CASES)
-def test_columns_are_what_the_template_refers_to(
-    source: str, columns: tuple[str, ...], uses_all: bool
-) -> None:
-    prompt = parse_prompt(source)
-    assert (prompt.columns, prompt.uses_all_columns) == (columns, uses_all)
-    assert prompt.refers_to_columns == bool(columns or uses_all)
-
-
-@pytest.mark.parametrize("source", [case[0] for case in COLUMN_CASES])
-def test_columns_agree_with_jinja(source: str) -> None:
-    environment = jinja2.Environment()
-    undeclared = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    prompt = parse_prompt(source)
-    assert set(prompt._variables) == undeclared - {"row", "range", "dict"} | (
-        {"range"} if source == "{{ range }}" else set()
-    )
 
 
 # --- Binding ---
@@ -408,7 +160,7 @@ def test_syntax_error_names_the_users_line(source: str, line: int, pattern: str)
         parse_prompt(source)
     assert caught.value.line == line
     assert f"line {line}" in str(caught.value)
-    assert prompt_module._NONCE not in str(caught.value)
+    assert roles._NONCE not in str(caught.value)
 
 
 def test_deep_nesting_is_a_syntax_error() -> None:
@@ -464,7 +216,7 @@ def test_wrong_number_of_values_raises_render_error() -> None:
 
 def test_time_outside_of_utc_raises_render_error() -> None:
     with pytest.raises(RenderError, match="UTC"):
-        render("{{ at }}", at=datetime(1, 1, 1, tzinfo=PLUS_TWO))
+        render("{{ at }}", at=datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=2))))
 
 
 # --- The shared prefix ---
@@ -619,41 +371,3 @@ def test_prefix_that_is_not_shared_is_an_error() -> None:
     bound = parse_prompt("system:\nS\nuser:\n{{ a }}").bind(["a"])
     with pytest.raises(RenderError, match="same for every row"):
         replace(bound, _prefix_text="other").render(["x"])
-
-
-# --- The warning about interrupted prefixes ---
-
-LONG = "Always answer in English. " * 10
-
-INTERRUPTION_CASES: list[tuple[str, list[tuple[str, int]]]] = [
-    (f"system:\n{LONG}\nuser:\n{{{{ a }}}}", []),
-    ("{{ a }}\nshort", []),
-    (f"user:\n\n{{{{ a }}}}\n{LONG}", [("a", 3)]),
-    (f"{{{{ row['B c'] }}}}{{{{ a }}}}{LONG}", [("B c", 1)]),
-    (f"\n{{{{ row | tojson }}}}\n{LONG}", [("row", 2)]),
-    (f"{{% set t = a %}}\n{LONG}\n{{{{ t }}}}", []),
-    (f"{{% set t = a %}}\nx\n{{{{ t }}}}\n{LONG}", [("a", 3)]),
-    (f"{{% if a %}}{LONG}{{% else %}}other {LONG}{{% endif %}}", []),
-    (f"{{% for t in a %}}{LONG}{{% endfor %}}", []),
-    (f"{{{{ a }}}}{{% if true %}}{LONG}{{% endif %}}", [("a", 1)]),
-    (f"{LONG}{{{{ 'static' }}}}{LONG}", []),
-    (f"{{{{ a }}}}\n{{# {LONG} #}}", []),
-]
-
-
-@pytest.mark.parametrize(("source", "expected"), INTERRUPTION_CASES)
-def test_interruption_names_the_first_column_before_long_static_text(
-    source: str, expected: list[tuple[str, int]]
-) -> None:
-    found = parse_prompt(source).interrupts()
-    assert [(item.name, item.line) for item in found] == expected
-
-
-def test_interruption_counts_the_static_text() -> None:
-    found = parse_prompt("{{ a }}" + "x" * 150 + "{{ b }}\nassistant:\n" + "y" * 150).interrupts()
-    assert found == [PrefixInterruption("a", 1, 301)]
-
-
-def test_message_roles_are_the_shared_enum() -> None:
-    message = parse_prompt("system:\n{{ a }}").bind(["a"]).render(["x"])[0]
-    assert message == Message(Role.SYSTEM, "x")

@@ -1,0 +1,35 @@
+"""How far a run is, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FEWEST_FOR_AN_ESTIMATE = 20
+"""Before so many are done, the time that an engine takes to start would spoil the estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the requests of a run are."""
+
+    done: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.done / self.seconds if self.seconds else 0.0
+        share = f"{100 * self.done // self.total} %" if self.total else "100 %"
+        text = f"{self.done:,} of {self.total:,} requests ({share}), {rate:.1f}/s"
+        if self.done >= self.total or self.done < _FEWEST_FOR_AN_ESTIMATE:
+            return text
+        return f"{text}, {format_seconds((self.total - self.done) / rate)} left"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
