@@ -32,7 +32,13 @@ from batchsql.version import __version__
 
 if TYPE_CHECKING:
     from batchsql.dbt_project import ModelPlan, ProjectOptions
-    from batchsql.warehouse.ledger import DeadLetterCause, EnrichmentRow, Ledger, OpenShardRow
+    from batchsql.warehouse.ledger import Ledger
+    from batchsql.warehouse.report import (
+        DeadLetterCause,
+        EnrichmentRow,
+        LedgerReport,
+        OpenShardRow,
+    )
 
 NO_LEDGER = "no ledger yet; dbt run makes one"
 SHOWN_CHARACTERS = 200
@@ -327,6 +333,7 @@ class _Found:
     """A ledger and those of its enrichments that were asked for."""
 
     ledger: Ledger
+    report: LedgerReport
     enrichments: list[EnrichmentRow]
 
     @property
@@ -357,10 +364,12 @@ def _is_named(enrichment: str, names: Sequence[str]) -> bool:
 def _found_ledgers(options: ProjectOptions, names: Sequence[str]) -> Iterator[list[_Found]]:
     """Open the target's ledgers with the enrichments asked for; none where there is no ledger."""
     from batchsql.dbt_project import open_project
+    from batchsql.warehouse.report import LedgerReport
 
     with open_project(options) as project, project.ledgers() as ledgers:
-        known = [(ledger, ledger.read_enrichments()) for ledger in ledgers]
-        everything = [row.enrichment for _, rows in known for row in rows]
+        reports = [(ledger, LedgerReport(ledger)) for ledger in ledgers]
+        known = [(ledger, report, report.read_enrichments()) for ledger, report in reports]
+        everything = [row.enrichment for _, _, rows in known for row in rows]
         unknown = [
             name for name in names if not any(_is_named(each, [name]) for each in everything)
         ]
@@ -370,8 +379,8 @@ def _found_ledgers(options: ProjectOptions, names: Sequence[str]) -> Iterator[li
                 f"the ledger knows no enrichment named {', '.join(unknown)}; it knows: {there}"
             )
         yield [
-            _Found(ledger, [row for row in rows if _is_named(row.enrichment, names)])
-            for ledger, rows in known
+            _Found(ledger, report, [row for row in rows if _is_named(row.enrichment, names)])
+            for ledger, report, rows in known
         ]
 
 
@@ -403,7 +412,7 @@ def status(
         shards = [
             shard
             for each in found
-            for shard in each.ledger.read_open_shards()
+            for shard in each.report.read_open_shards()
             if _is_named(shard.enrichment, names)
         ]
     if as_json:
@@ -521,12 +530,12 @@ def failed(
     """
     with _found_ledgers(options, names) as found:
         total = sum(
-            sum(each.ledger.count_dead_letters(each.spec_versions).values()) for each in found
+            sum(each.report.count_dead_letters(each.spec_versions).values()) for each in found
         )
         causes = [
             (cause, each.names_of(cause.spec_version))
             for each in found
-            for cause in each.ledger.read_causes(each.spec_versions, limit)
+            for cause in each.report.read_causes(each.spec_versions, limit)
         ]
     causes = sorted(causes, key=lambda pair: -pair[0].requests)[:limit]
     documents = [_cause_document(cause, models, show_output) for cause, models in causes]
@@ -613,7 +622,7 @@ def replay(
     with _found_ledgers(options, names) as found:
         counts: dict[str, int] = {}
         for each in found:
-            for outcome, count in each.ledger.count_dead_letters(each.spec_versions).items():
+            for outcome, count in each.report.count_dead_letters(each.spec_versions).items():
                 if cause in (None, outcome):
                     counts[outcome] = counts.get(outcome, 0) + count
         has_ledger = bool(found)
@@ -625,7 +634,7 @@ def replay(
         # Opened anew: while people think, nobody is kept from the warehouse.
         with _found_ledgers(options, names) as found:
             replayed = sum(
-                each.ledger.replay(str(uuid.uuid4()), each.spec_versions, cause) for each in found
+                each.report.replay(str(uuid.uuid4()), each.spec_versions, cause) for each in found
             )
     if as_json:
         print_json({"replayed": replayed, "by_cause": counts})

@@ -29,8 +29,8 @@ from batchsql.errors import BatchsqlError, Mistake, SpecError, WarehouseError
 from batchsql.version import __version__
 
 if TYPE_CHECKING:
-    from batchsql.declare.spec import Declaration
     from batchsql.context import RunContext
+    from batchsql.declare.spec import Declaration
     from batchsql.runner import Counts, EnrichmentRun
     from batchsql.warehouse.base import Dialect, Source, Warehouse
     from batchsql.warehouse.ledger import Ledger
@@ -113,9 +113,7 @@ def _nothing_at_parse(value: object) -> Callable[..., object]:
 
 def is_llm_model(node: Any) -> bool:
     """Return whether a manifest node is a model with ``materialized='llm'``."""
-    return bool(
-        node.resource_type == "model" and node.config.materialized == MATERIALIZATION
-    )
+    return bool(node.resource_type == "model" and node.config.materialized == MATERIALIZATION)
 
 
 def _check_declarations(nodes: list[Any]) -> None:
@@ -368,7 +366,7 @@ def _as_dbt_error(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """The parts of a model's dict, as the materialization has it, that look like a manifest node."""
+    """The parts of the materialization's ``model`` that look like a manifest node."""
 
     name: str
     package_name: str

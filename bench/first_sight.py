@@ -51,7 +51,9 @@ def main() -> None:
             f"first sight, {rows:>9,} rows: {rows / float(seconds):,.0f} rows/s (bar 25,000), "
             f"peak {int(peak) // 1024:,} MiB with DuckDB held to {DUCKDB_MEMORY}"
         )
-    print(f"first sight, peak memory of 1,000,000 / 100,000 rows: {peaks[1] / peaks[0]:.2f} (bar 1.5)")
+    print(
+        f"first sight, peak memory of 1,000,000 / 100,000 rows: {peaks[1] / peaks[0]:.2f} (bar 1.5)"
+    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import duckdb
 
 from batchsql.backends.base import Capabilities, StreamBackend
 from batchsql.backends.registry import check_params
-from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.context import RunContext
+from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.runner import EnrichmentRun
 from batchsql.types import Call, Completion, FinishReason, Request
 from batchsql.warehouse.duckdb import DuckDBDialect, DuckDBSource, DuckDBWarehouse

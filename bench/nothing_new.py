@@ -44,7 +44,8 @@ def fill_ledger(connection: duckdb.DuckDBPyConnection, rows: int) -> str:
     spec = first.spec_version
     connection.execute(
         f"insert into ledger.items select k, k, '{spec}', id::varchar, night from (select {key} as "
-        f"k, id, now() - interval (30 - id * {NIGHTS} // {rows}) day as night from tickets) order by night"
+        f"k, id, now() - interval (30 - id * {NIGHTS} // {rows}) day as night from tickets) "
+        "order by night"
     )
     connection.execute(
         f"insert into ledger.requests select item_key, '{spec}', '[[\"user\",\"a ticket\"]]', "
@@ -112,7 +113,9 @@ def measure(rows: int, repeats: int) -> None:
 
 
 def main() -> None:
-    for rows in (int(arg) for arg in sys.argv[1:]) if len(sys.argv) > 1 else (1_000_000, 10_000_000):
+    for rows in (
+        (int(arg) for arg in sys.argv[1:]) if len(sys.argv) > 1 else (1_000_000, 10_000_000)
+    ):
         measure(rows, 5 if rows <= 1_000_000 else 3)
 
 

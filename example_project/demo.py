@@ -48,7 +48,9 @@ def dbt(*args: str, quiet: bool = False) -> None:
         "DBT_PROFILES_DIR": str(HERE.parent / "profiles"),
         "DBT_SEND_ANONYMOUS_USAGE_STATS": "false",
     }
-    code = subprocess.run(command, cwd=HERE, env=environment, check=False).returncode
+    code = subprocess.run(  # noqa: S603  the command is ours
+        command, cwd=HERE, env=environment, check=False
+    ).returncode
     if code:
         sys.exit(code)
 

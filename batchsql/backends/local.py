@@ -395,7 +395,7 @@ def _server_params(path: Path, options: _Options, api_key: str, verbosity: int) 
     params.cpuparams.poll = params.cpuparams_batch.poll = 0
     batch_tokens = _BATCH_TOKENS_ON_GPU if options.gpu_layers else _BATCH_TOKENS
     params.n_batch = max(batch_tokens, options.slots)
-    # A conversation that ends with the assistant's turn is an example, not a beginning to go on from.
+    # A conversation that ends with the assistant's turn is an example, not a text to go on with.
     params.prefill_assistant = False
     params.fit_params = False  # or it may shrink the context that was asked for
     params.cache_ram_mib = 0  # keeps the memory flat; the slots' own prefix cache remains

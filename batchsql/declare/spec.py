@@ -125,7 +125,11 @@ def parse_declaration(
     """
     mistakes = list(more_mistakes)
     merged: dict[str, Any] = {}
-    for where, layer in (("llm_defaults", defaults), ("llm", meta_llm), ("vars.batchsql", overrides)):
+    for where, layer in (
+        ("llm_defaults", defaults),
+        ("llm", meta_llm),
+        ("vars.batchsql", overrides),
+    ):
         if layer is None:
             continue
         if not isinstance(layer, Mapping):
@@ -134,7 +138,9 @@ def parse_declaration(
         for key, value in layer.items():
             both_maps = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
             # Options are laid over each other one by one; outputs are declared as a whole.
-            joined = {**merged[key], **value} if both_maps and key in ("params", "engine") else value
+            joined = (
+                {**merged[key], **value} if both_maps and key in ("params", "engine") else value
+            )
             merged[str(key)] = joined
     if "model" not in merged and "prompt" not in merged and not merged:
         mistakes.append(
@@ -221,7 +227,9 @@ def _explain(error: ValidationError, merged: Mapping[str, Any]) -> list[Mistake]
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, accepted, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            message = f"unknown key with value {merged[key]!r}; {hint}accepted: {', '.join(accepted)}"
+            message = (
+                f"unknown key with value {merged[key]!r}; {hint}accepted: {', '.join(accepted)}"
+            )
         elif problem["type"] == "missing":
             message = f"is missing; give {_EXPLAINED[key]}"
         else:
@@ -247,20 +255,28 @@ def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, li
         root = project_root.resolve()
         path = (root / value).resolve()
         if not path.is_relative_to(root):
-            return "", None, [
-                Mistake(
-                    "prompt", f"got {value!r}, which is outside the project; move the file into it"
-                )
-            ]
+            return (
+                "",
+                None,
+                [
+                    Mistake(
+                        "prompt",
+                        f"got {value!r}, which is outside the project; move the file into it",
+                    )
+                ],
+            )
         if not path.is_file():
             hint = (
-                "; in a YAML file dbt renders {{ column }} to nothing, so write the prompt as a file"
+                "; in a YAML file dbt renders {{ column }} to nothing, so write the prompt as a "
+                "file"
                 if " " in value
                 else ""
             )
-            return "", None, [
-                Mistake("prompt", f"there is no file {value!r} in the project {root.name}{hint}")
-            ]
+            return (
+                "",
+                None,
+                [Mistake("prompt", f"there is no file {value!r} in the project {root.name}{hint}")],
+            )
         where = f"prompt {value}"
         try:
             template = path.read_text(encoding="utf-8")
@@ -272,14 +288,18 @@ def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, li
     except PromptSyntaxError as error:
         return template, None, [Mistake(where, str(error))]
     if not prompt.refers_to_columns:
-        return template, prompt, [
-            Mistake(
-                where,
-                "refers to no column, so every row would get the same answer. Write a column as "
-                "{{ column }}, in a prompt file or inside {% raw %} in the .sql file: in a YAML file "
-                "dbt renders it to nothing",
-            )
-        ]
+        return (
+            template,
+            prompt,
+            [
+                Mistake(
+                    where,
+                    "refers to no column, so every row would get the same answer. Write a column "
+                    "as {{ column }}, in a prompt file or inside {% raw %} in the .sql file: in a "
+                    "YAML file dbt renders it to nothing",
+                )
+            ],
+        )
     return template, prompt, []
 
 
@@ -329,7 +349,9 @@ def check_columns(declaration: Declaration, columns: Sequence[str]) -> BoundProm
             )
     for column in columns:
         if column.casefold().startswith("__batchsql"):
-            mistakes.append(Mistake(f"column {column}", "names from __batchsql on are taken; rename it"))
+            mistakes.append(
+                Mistake(f"column {column}", "names from __batchsql on are taken; rename it")
+            )
     for key in declaration.unique_key:
         if key not in columns and key.casefold() not in lower:
             mistakes.append(

@@ -11,19 +11,15 @@ import os
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
-from batchsql.errors import LedgerVersionError, WarehouseError
+from batchsql.errors import WarehouseError
 from batchsql.types import Message, Outcome, Request, Role, Usage
 from batchsql.version import __version__
-from batchsql.warehouse.base import Warehouse, quote
-
-LEDGER_VERSION = 1
-"""Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
+from batchsql.warehouse.tables import NEW_UUID, LedgerTables, relation_name
 
 _PROCESS_NONCE = uuid.uuid4().hex
 
@@ -34,90 +30,6 @@ def process_id() -> str:
     A forked child has its parent's memory but is another process, so the id is made of both.
     """
     return f"{_PROCESS_NONCE}-{os.getpid()}"
-
-
-_MIGRATIONS: dict[int, tuple[str, ...]] = {
-    1: (
-        """create table {specs} (
-            spec_version uuid not null {pk}, key_recipe integer not null, model text not null,
-            template text not null, params text not null, returns text not null,
-            normalize text not null, identity text not null, prefix text not null,
-            batchsql_version text not null, first_used_at timestamp with time zone not null)""",
-        """create table {items} (
-            item_key uuid not null {pk}, request_key uuid not null, spec_version uuid not null,
-            unique_key text, first_seen_at timestamp with time zone not null)""",
-        """create table {requests} (
-            request_key uuid not null {pk}, spec_version uuid not null, messages text not null,
-            created_at timestamp with time zone not null)""",
-        """create table {claims} (
-            request_key uuid not null {pk}, shard_id uuid not null, epoch integer not null,
-            claimed_at timestamp with time zone not null)""",
-        """create table {shards} (
-            shard_id uuid not null {pk}, run_id uuid not null, enrichment text not null,
-            spec_version uuid not null, backend text not null, model text not null,
-            state text not null, owner text not null, epoch integer not null,
-            lease_expires_at timestamp with time zone not null, requests integer not null,
-            ok integer not null, failed integer not null,
-            created_at timestamp with time zone not null, finished_at timestamp with time zone)""",
-        """create table {attempts} (
-            attempt_id uuid not null, request_key uuid not null, shard_id uuid, run_id uuid not null,
-            attempt_number integer not null, outcome text not null, is_final boolean not null,
-            error text, raw_output text, finish_reason text, input_tokens bigint,
-            output_tokens bigint, cached_tokens bigint, cost_usd double precision,
-            model_reported text, engine_version text, started_at timestamp with time zone,
-            finished_at timestamp with time zone, recorded_at timestamp with time zone not null)""",
-        """create table {results} (
-            request_key uuid not null {pk}, output {json} not null, checksum text not null,
-            attempt_id uuid not null, state text not null,
-            created_at timestamp with time zone not null)""",
-        """create table {runs} (
-            run_id uuid not null {pk}, enrichment text not null, spec_version uuid not null,
-            state text not null, total_rows bigint, new_rows bigint, reused_rows bigint,
-            duplicate_rows bigint, ok_rows bigint, pending_rows bigint, failed_rows bigint,
-            requests_sent bigint, requests_ok bigint, requests_failed bigint,
-            requests_borrowed bigint, input_tokens bigint, output_tokens bigint,
-            cost_usd double precision, error text, invocation_id text,
-            batchsql_version text not null, started_at timestamp with time zone not null,
-            finished_at timestamp with time zone)""",
-        # A dead letter: its budget is spent, nobody gave it a new one, and no answer came late.
-        """create view {dead_letters} as
-            select a.request_key, q.spec_version, a.outcome, a.error, a.raw_output,
-                a.attempt_number as attempts, a.recorded_at
-            from {attempts} a join {requests} q on q.request_key = a.request_key
-            where a.is_final
-              and not exists (select 1 from {attempts} l where l.request_key = a.request_key
-                              and l.attempt_number > a.attempt_number)
-              and not exists (select 1 from {results} r where r.request_key = a.request_key)""",
-    ),
-}
-
-# PostgreSQL finds the attempts of a request by index; DuckDB scans a column faster than it would
-# keep one.
-_POSTGRES_INDEXES = (
-    "create index if not exists {attempts_index} on {attempts} (request_key)",
-    "create index if not exists {attempts_final_index} on {attempts} (request_key) where is_final",
-    "create index if not exists {claims_shard_index} on {claims} (shard_id)",
-)
-
-_TABLES = (
-    "specs", "items", "requests", "claims", "shards", "attempts", "results", "runs", "dead_letters",
-)  # fmt: skip
-
-
-class ShardState(str, Enum):
-    """``running`` until every request has an outcome; a lost one is ``abandoned``, its work freed."""
-
-    RUNNING = "running"
-    FINISHED = "finished"
-    ABANDONED = "abandoned"
-
-
-class ResultState(str, Enum):
-    """Only ``accepted`` results are built into tables, borrowed, or used as history."""
-
-    HELD = "held"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,142 +103,8 @@ class RequestCounts:
         return self.total == self.results + self.dead + self.claimed + self.waiting
 
 
-@dataclass(frozen=True, slots=True)
-class EnrichmentRow:
-    """An enrichment's last run, and its rows as far as a run has counted them."""
-
-    enrichment: str
-    spec_version: str
-    model: str
-    run_id: str
-    state: str
-    error: str | None
-    started_at_epoch: float
-    age_seconds: float
-    rows: int | None
-    ok: int | None
-    pending: int | None
-    failed: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenShardRow:
-    """A shard that is not finished. A negative ``lease_seconds`` means that its owner is gone."""
-
-    shard_id: str
-    enrichment: str
-    backend: str
-    state: str
-    owner: str
-    requests: int
-    ok: int
-    failed: int
-    age_seconds: float
-    lease_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetterCause:
-    """Dead letters of one spec with the same outcome and error, and one of them as an example."""
-
-    spec_version: str
-    model: str
-    outcome: str
-    error: str | None
-    requests: int
-    request_key: str
-    unique_key: str | None
-    raw_output: str | None
-    attempts: int
-
-
-class Ledger:
-    """The ledger of one target, over a connection of its own.
-
-    Args:
-        warehouse: the connection; the ledger does not close it.
-        schema: where the tables are.
-        prefix: put before each table's name when the schema is shared with other tables.
-    """
-
-    def __init__(self, warehouse: Warehouse, schema: str, prefix: str = "") -> None:
-        self.warehouse = warehouse
-        self.schema = schema
-        self.prefix = prefix
-        self._names = {name: self.relation(name) for name in (*_TABLES, "meta")}
-        # Qualified wherever they are named: a bare name could mean a table of the user's.
-        temporary = _TEMPORARY_SCHEMA[warehouse.dialect]
-        self._names.update({name: f"{temporary}.{name}" for name in ("todo", "borrowed")})
-
-    def relation(self, name: str) -> str:
-        """Return the quoted, qualified name of a table of the ledger."""
-        return relation_name(self.warehouse, self.schema, self.prefix + name)
-
-    def _sql(self, text: str, **more: str) -> str:
-        return text.format(clock=self.warehouse.clock, **self._names, **more)
-
-    # --- tables -------------------------------------------------------------------------------
-
-    def exists(self) -> bool:
-        """Return whether the ledger's tables are there."""
-        return self.warehouse.relation_exists(self.schema, self.prefix + "meta")
-
-    def migrate(self) -> None:
-        """Create the tables or bring them to this version, under a lock.
-
-        Raises:
-            LedgerVersionError: a newer batchsql wrote this ledger.
-            WarehouseError: the schema is not there and may not be created.
-        """
-        if self.exists() and self.check_version() == LEDGER_VERSION:
-            return
-        with self.warehouse.migration_lock():
-            self.warehouse.create_schema(self.schema)
-            self._migrate_locked(self.check_version() if self.exists() else 0)
-
-    def _migrate_locked(self, version: int) -> None:
-        warehouse = self.warehouse
-        if version == 0:
-            warehouse.execute(
-                self._sql(
-                    "create table {meta} (ledger_version integer not null, batchsql_version text "
-                    "not null, changed_at timestamp with time zone not null)"
-                )
-            )
-        for step in range(version + 1, LEDGER_VERSION + 1):
-            for statement in _MIGRATIONS[step]:
-                warehouse.execute(
-                    self._sql(
-                        statement,
-                        pk="primary key" if warehouse.dialect == "postgres" else "",
-                        json=warehouse.json_type,
-                    )
-                )
-            if warehouse.dialect == "postgres":
-                for statement in _POSTGRES_INDEXES:
-                    names = {
-                        name: quote(f"{self.prefix}{name}", "postgres")
-                        for name in ("attempts_index", "attempts_final_index", "claims_shard_index")
-                    }
-                    warehouse.execute(self._sql(statement, **names))
-            warehouse.execute(
-                self._sql("insert into {meta} values (?, ?, {clock})"), [step, __version__]
-            )
-
-    def check_version(self) -> int:
-        """Return the version of the tables.
-
-        Raises:
-            LedgerVersionError: a newer batchsql wrote this ledger.
-        """
-        rows = self.warehouse.fetch(self._sql("select max(ledger_version) from {meta}"))
-        version = int(rows[0][0] or 0)
-        if version > LEDGER_VERSION:
-            raise LedgerVersionError(
-                f"the ledger in {self.schema} has version {version}, written by a newer batchsql; "
-                f"this one ({__version__}) knows version {LEDGER_VERSION}. Upgrade batchsql here"
-            )
-        return version
+class Ledger(LedgerTables):
+    """What a run reads and writes: specs, items, requests, claims, attempts, results."""
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -340,7 +118,7 @@ class Ledger:
         with self.warehouse.transaction():
             staged = self.warehouse.stage("specs", table)
             self.warehouse.insert_new(
-                self._names["specs"],
+                self.names["specs"],
                 (*columns, "batchsql_version", "first_used_at"),
                 f"select spec_version::uuid as spec_version, {', '.join(columns[1:])}, "
                 f"'{__version__}' as batchsql_version, {self.warehouse.clock} as first_used_at "
@@ -361,13 +139,13 @@ class Ledger:
             staged_requests = warehouse.stage("requests", requests)
             staged_items = warehouse.stage("items", items)
             warehouse.insert_new(
-                self._names["requests"],
+                self.names["requests"],
                 ("request_key", "spec_version", "messages", "created_at"),
                 f"select request_key::uuid as request_key, '{spec_version}'::uuid as spec_version, "
                 f"messages, {warehouse.clock} as created_at from {staged_requests}",
             )
             warehouse.insert_new(
-                self._names["items"],
+                self.names["items"],
                 ("item_key", "request_key", "spec_version", "unique_key", "first_seen_at"),
                 "select item_key::uuid as item_key, request_key::uuid as request_key, "
                 f"'{spec_version}'::uuid as spec_version, unique_key, {warehouse.clock} as "
@@ -383,38 +161,39 @@ class Ledger:
             batches: columns ``request_key`` (text) and ``position`` (integers from 1, ascending).
         """
         warehouse = self.warehouse
-        warehouse.execute(self._sql("drop table if exists {todo}"))
+        warehouse.execute(self.sql("drop table if exists {todo}"))
         warehouse.execute(
-            self._sql(
-                "create temporary table {todo} (request_key uuid not null, position bigint not null)"
+            self.sql(
+                "create temporary table {todo} "
+                "(request_key uuid not null, position bigint not null)"
             )
         )
         for batch in batches:
             with warehouse.transaction():
                 staged = warehouse.stage("todo", pa.Table.from_batches([batch]))
                 warehouse.execute(
-                    self._sql(
+                    self.sql(
                         f"insert into {{todo}} select request_key::uuid, position from {staged}"
                     )
                 )
         if warehouse.dialect == "postgres":
-            warehouse.execute(self._sql("create index on {todo} (position)"))
-            warehouse.execute(self._sql("analyze {todo}"))
+            warehouse.execute(self.sql("create index on {todo} (position)"))
+            warehouse.execute(self.sql("analyze {todo}"))
 
     def count_todo(self) -> int:
         """Return how many requests are on the run's list."""
-        return int(self.warehouse.fetch(self._sql("select count(*) from {todo}"))[0][0])
+        return int(self.warehouse.fetch(self.sql("select count(*) from {todo}"))[0][0])
 
     def trim_todo(self) -> int:
         """Drop what is answered or dead from the run's list; return what is left."""
         with self.warehouse.transaction():
-            self.warehouse.execute(self._sql(f"delete from {{todo}} t where not ({_OPEN})"))
+            self.warehouse.execute(self.sql(f"delete from {{todo}} t where not ({_OPEN})"))
             return self.count_todo()
 
     def count_claimed_elsewhere(self) -> int:
         """Return how many wanted requests another run is answering now."""
         sql = "select count(*) from {todo} t join {claims} c on c.request_key = t.request_key"
-        return int(self.warehouse.fetch(self._sql(sql))[0][0])
+        return int(self.warehouse.fetch(self.sql(sql))[0][0])
 
     def count_borrowable(self, others: Sequence[Ledger]) -> int:
         """Return how many wanted requests have an accepted answer in any of these ledgers.
@@ -433,7 +212,7 @@ class Ledger:
         if not found:
             return 0
         sql = f"select count(*) from {{todo}} t where {' or '.join(found)}"
-        return int(self.warehouse.fetch(self._sql(sql))[0][0])
+        return int(self.warehouse.fetch(self.sql(sql))[0][0])
 
     def check_lendable(self) -> None:
         """Check that answers can be copied from this ledger.
@@ -462,25 +241,25 @@ class Ledger:
         theirs = other.relation("results")
         warehouse = self.warehouse
         with warehouse.transaction():
-            warehouse.execute(self._sql("drop table if exists {borrowed}"))
+            warehouse.execute(self.sql("drop table if exists {borrowed}"))
             warehouse.execute(
-                self._sql(
+                self.sql(
                     "create temporary table {borrowed} as select r.request_key, r.output, "
-                    f"r.checksum, {_NEW_UUID[warehouse.dialect]} as attempt_id from {{todo}} t "
+                    f"r.checksum, {NEW_UUID[warehouse.dialect]} as attempt_id from {{todo}} t "
                     f"join {theirs} r on r.request_key = t.request_key and r.state = 'accepted' "
                     "where not exists (select 1 from {results} o where "
                     "o.request_key = t.request_key)"
                 )
             )
             warehouse.insert_new(
-                self._names["results"],
+                self.names["results"],
                 ("request_key", "output", "checksum", "attempt_id", "state", "created_at"),
                 "select request_key, output, checksum, attempt_id, 'accepted' as state, "
-                f"{warehouse.clock} as created_at from {self._names['borrowed']}",
+                f"{warehouse.clock} as created_at from {self.names['borrowed']}",
             )
             # One row per answer that is really ours now: another run may have been first.
             warehouse.execute(
-                self._sql(
+                self.sql(
                     "insert into {attempts} (attempt_id, request_key, run_id, attempt_number, "
                     "outcome, is_final, recorded_at) select b.attempt_id, b.request_key, ?::uuid, "
                     "0, 'borrowed', false, {clock} from {borrowed} b join {results} r on "
@@ -489,7 +268,7 @@ class Ledger:
                 [run_id],
             )
             rows = warehouse.fetch(
-                self._sql(
+                self.sql(
                     "select count(*) from {borrowed} b join {results} r on "
                     "r.request_key = b.request_key and r.attempt_id = b.attempt_id"
                 )
@@ -513,7 +292,7 @@ class Ledger:
             params = [f"{process_id()}:%"]
         with warehouse.transaction():
             found = warehouse.fetch(
-                self._sql(
+                self.sql(
                     "select shard_id::text from {shards} where state = 'running' and "
                     f"{lost}{skip}"
                 ),
@@ -521,14 +300,14 @@ class Ledger:
             )
             for (shard_id,) in found:
                 warehouse.execute(
-                    self._sql(
+                    self.sql(
                         "update {shards} set state = 'abandoned', epoch = epoch + 1, "
                         "finished_at = {clock} where shard_id = ?::uuid"
                     ),
                     [shard_id],
                 )
                 warehouse.execute(
-                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+                    self.sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
                 )
         return len(found)
 
@@ -559,7 +338,7 @@ class Ledger:
         shard_id = str(uuid.uuid4())
         with warehouse.transaction():
             window = warehouse.fetch(
-                self._sql(
+                self.sql(
                     "select max(position) from (select position from {todo} where position > ? "
                     "order by position limit ?) w"
                 ),
@@ -569,17 +348,18 @@ class Ledger:
             if last is None:
                 return None, after
             warehouse.insert_new(
-                self._names["claims"],
+                self.names["claims"],
                 ("request_key", "shard_id", "epoch", "claimed_at"),
-                self._sql(
-                    f"select t.request_key, '{shard_id}'::uuid as shard_id, 1 as epoch, {{clock}} as "
-                    f"claimed_at from {{todo}} t where t.position > {int(after)} and t.position <= "
+                self.sql(
+                    f"select t.request_key, '{shard_id}'::uuid as shard_id, 1 as epoch, "
+                    f"{{clock}} as claimed_at from {{todo}} t where t.position > {int(after)} "
+                    "and t.position <= "
                     f"{int(last)} and {_OPEN}"
                 ),
             )
             if warehouse.has_foreign_writers:
                 warehouse.execute(
-                    self._sql(
+                    self.sql(
                         "delete from {claims} t where t.shard_id = ?::uuid and not (" + _OPEN + ")"
                     ),
                     [shard_id],
@@ -587,13 +367,14 @@ class Ledger:
             claims = self._read_claims(shard_id)
             if not claims:  # nothing may stay claimed by a shard that is not there
                 warehouse.execute(
-                    self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+                    self.sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
                 )
             else:
                 warehouse.execute(
-                    self._sql(
-                        "insert into {shards} (shard_id, run_id, enrichment, spec_version, backend, "
-                        "model, state, owner, epoch, lease_expires_at, requests, ok, failed, "
+                    self.sql(
+                        "insert into {shards} (shard_id, run_id, enrichment, spec_version, "
+                        "backend, model, state, owner, epoch, lease_expires_at, requests, ok, "
+                        "failed, "
                         "created_at) values (?::uuid, ?::uuid, ?, ?::uuid, ?, ?, 'running', ?, 1, "
                         f"{{clock}} + interval '{float(lease_seconds)} seconds', "
                         f"{len(claims)}, 0, 0, {{clock}})"
@@ -604,7 +385,7 @@ class Ledger:
 
     def _read_claims(self, shard_id: str) -> tuple[Claim, ...]:
         rows = self.warehouse.fetch(
-            self._sql(
+            self.sql(
                 "select c.request_key::text, q.messages, s.prefix, "
                 "coalesce(h.last_number, 0), coalesce(h.item_failures, 0), "
                 "coalesce(h.transient_failures, 0) "
@@ -619,7 +400,8 @@ class Ledger:
                 "  and k.shard_id = ?::uuid "
                 "  left join (select b.request_key, max(b.attempt_number) as replayed "
                 "    from {attempts} b join {claims} m on m.request_key = b.request_key "
-                "    and m.shard_id = ?::uuid where b.outcome = 'replayed' group by b.request_key) p "
+                "    and m.shard_id = ?::uuid where b.outcome = 'replayed' "
+                "    group by b.request_key) p "
                 "  on p.request_key = a.request_key group by a.request_key) h "
                 "on h.request_key = c.request_key "
                 "join {todo} t on t.request_key = c.request_key "
@@ -647,7 +429,7 @@ class Ledger:
                     lost.add(shard_id)
                     continue
                 self.warehouse.execute(
-                    self._sql(
+                    self.sql(
                         "update {shards} set lease_expires_at = {clock} + "
                         f"interval '{float(lease_seconds)} seconds' where shard_id = ?::uuid"
                     ),
@@ -660,7 +442,7 @@ class Ledger:
         lock = " for update" if self.warehouse.has_foreign_writers else ""
         return bool(
             self.warehouse.fetch(
-                self._sql(
+                self.sql(
                     "select 1 from {shards} where shard_id = ?::uuid and epoch = ? and owner = ? "
                     f"and state = 'running'{lock}"
                 ),
@@ -700,9 +482,10 @@ class Ledger:
         warehouse = self.warehouse
         staged = warehouse.stage("attempts", _attempts_table(attempts))
         warehouse.execute(
-            self._sql(
-                "insert into {attempts} (attempt_id, request_key, shard_id, run_id, attempt_number, "
-                "outcome, is_final, error, raw_output, finish_reason, input_tokens, output_tokens, "
+            self.sql(
+                "insert into {attempts} (attempt_id, request_key, shard_id, run_id, "
+                "attempt_number, outcome, is_final, error, raw_output, finish_reason, "
+                "input_tokens, output_tokens, "
                 "cached_tokens, cost_usd, model_reported, engine_version, started_at, finished_at, "
                 f"recorded_at) select attempt_id::uuid, request_key::uuid, shard_id::uuid, "
                 "?::uuid, attempt_number, outcome, is_final, error, raw_output, finish_reason, "
@@ -712,21 +495,22 @@ class Ledger:
             [run_id],
         )
         warehouse.insert_new(
-            self._names["results"],
+            self.names["results"],
             ("request_key", "output", "checksum", "attempt_id", "state", "created_at"),
             f"select request_key::uuid as request_key, answer::{warehouse.json_type} as output, "
             "checksum, attempt_id::uuid as attempt_id, 'accepted' as state, "
             f"{warehouse.clock} as created_at from {staged} where answer is not null",
         )
         warehouse.execute(
-            self._sql(
-                f"delete from {{claims}} where request_key in (select request_key::uuid from {staged})"
+            self.sql(
+                "delete from {claims} where request_key in "
+                f"(select request_key::uuid from {staged})"
             )
         )
         for shard_id in sorted({attempt.shard_id for attempt in attempts}):
             mine = [a.outcome is Outcome.OK for a in attempts if a.shard_id == shard_id]
             warehouse.execute(
-                self._sql(
+                self.sql(
                     "update {shards} set ok = ok + ?, failed = failed + ? where shard_id = ?::uuid"
                 ),
                 [mine.count(True), mine.count(False), shard_id],
@@ -741,10 +525,10 @@ class Ledger:
 
     def _close_shard(self, shard_id: str) -> None:
         self.warehouse.execute(
-            self._sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
+            self.sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
         )
         self.warehouse.execute(
-            self._sql(
+            self.sql(
                 "update {shards} set state = 'finished', finished_at = {clock} "
                 "where shard_id = ?::uuid"
             ),
@@ -771,14 +555,14 @@ class Ledger:
             gone, params = "invocation_id <> ?", [invocation]
         with self.warehouse.transaction():
             self.warehouse.execute(
-                self._sql(
+                self.sql(
                     "update {runs} set state = 'interrupted', finished_at = {clock} "
                     f"where state = 'running' and {gone}"
                 ),
                 params,
             )
             self.warehouse.execute(
-                self._sql(
+                self.sql(
                     "insert into {runs} (run_id, enrichment, spec_version, state, invocation_id, "
                     f"batchsql_version, started_at) values (?::uuid, ?, ?::uuid, 'running', ?, "
                     f"'{__version__}', {{clock}})"
@@ -795,7 +579,7 @@ class Ledger:
         if self.warehouse.dialect != "postgres":
             return
         found = self.warehouse.fetch(
-            self._sql(
+            self.sql(
                 "select c.relname::text from pg_catalog.pg_class c join pg_catalog.pg_namespace n "
                 "on n.oid = c.relnamespace where n.nspname = ? and c.relkind = 'r' "
                 "and c.relpersistence = 'u' and pg_has_role(c.relowner, 'USAGE') and c.relname ~ "
@@ -816,7 +600,7 @@ class Ledger:
         sets = "".join(f"{name} = ?, " for name in counts)
         with self.warehouse.transaction():
             self.warehouse.execute(
-                self._sql(
+                self.sql(
                     f"update {{runs}} set {sets}state = ?, error = ?, finished_at = {{clock}} "
                     "where run_id = ?::uuid"
                 ),
@@ -826,9 +610,9 @@ class Ledger:
     def count_attempts(self, run_id: str) -> tuple[int, int]:
         """Return the tries recorded for a run and how many of them gave an answer."""
         rows = self.warehouse.fetch(
-            self._sql(
-                "select count(*), coalesce(sum(case when outcome = 'ok' then 1 else 0 end), 0) from "
-                "{attempts} where run_id = ?::uuid and outcome not in ('borrowed', 'replayed')"
+            self.sql(
+                "select count(*), coalesce(sum(case when outcome = 'ok' then 1 else 0 end), 0) "
+                "from {attempts} where run_id = ?::uuid and outcome not in ('borrowed', 'replayed')"
             ),
             [run_id],
         )
@@ -836,119 +620,27 @@ class Ledger:
 
     def count_requests(self, spec_version: str) -> RequestCounts:
         """Count the requests of a spec by where they stand, each state by a query of its own."""
-        mine = self._sql(
-            "(select distinct request_key from {items} where spec_version = '{version}'::uuid)",
-            version=spec_version,
+        # A claimed request can have an answer already: one borrowed from another ledger.
+        sql = (
+            "with mine as (select distinct request_key from {items} where spec_version = ?::uuid), "
+            "answered as (select m.request_key from mine m join {results} r "
+            "  on r.request_key = m.request_key), "
+            "dead as (select m.request_key from mine m join {dead_letters} d "
+            "  on d.request_key = m.request_key), "
+            "claimed as (select m.request_key from mine m join {claims} c "
+            "  on c.request_key = m.request_key where not exists "
+            "  (select 1 from {results} r where r.request_key = m.request_key)), "
+            "waiting as (select m.request_key from mine m join {requests} q "
+            "  on q.request_key = m.request_key where "
+            "  not exists (select 1 from {results} r where r.request_key = m.request_key) and "
+            "  not exists (select 1 from {dead_letters} d where d.request_key = m.request_key) and "
+            "  not exists (select 1 from {claims} c where c.request_key = m.request_key)) "
+            "select (select count(*) from mine), (select count(*) from answered), "
+            "(select count(*) from dead), (select count(*) from claimed), "
+            "(select count(*) from waiting)"
         )
-        rows = self.warehouse.fetch(
-            self._sql(
-                f"with mine as {mine} select (select count(*) from mine), "
-                "(select count(*) from mine join {results} r on r.request_key = mine.request_key), "
-                "(select count(*) from mine join {dead_letters} d on d.request_key = mine.request_key), "
-                # A claimed request can have an answer already: one borrowed from another ledger.
-                "(select count(*) from mine join {claims} c on c.request_key = mine.request_key "
-                " where not exists (select 1 from {results} r where r.request_key = c.request_key)), "
-                "(select count(*) from mine where "
-                " not exists (select 1 from {results} r where r.request_key = mine.request_key) and "
-                " not exists (select 1 from {dead_letters} d where d.request_key = mine.request_key) "
-                " and not exists (select 1 from {claims} c where c.request_key = mine.request_key) "
-                " and exists (select 1 from {requests} q where q.request_key = mine.request_key))"
-            )
-        )
+        rows = self.warehouse.fetch(self.sql(sql), [spec_version])
         return RequestCounts(*(int(value) for value in rows[0]))
-
-    # --- what people ask of it ----------------------------------------------------------------
-
-    def read_enrichments(self) -> list[EnrichmentRow]:
-        """Return each enrichment with its last run, sorted by name.
-
-        The rows are those of the last run that got as far as counting them.
-        """
-        rows = self.warehouse.fetch(
-            self._sql(
-                "with numbered as (select r.*, row_number() over "
-                "(partition by enrichment order by started_at desc, run_id) as place, "
-                "row_number() over (partition by enrichment, state in ('finished', 'planned') "
-                "order by started_at desc, run_id) as good_place from {runs} r) "
-                "select l.enrichment, l.spec_version::text, s.model, l.run_id::text, l.state, "
-                "l.error, extract(epoch from l.started_at)::double precision, "
-                "extract(epoch from {clock} - l.started_at)::double precision, "
-                "g.total_rows, g.ok_rows, g.pending_rows, g.failed_rows from numbered l "
-                "join {specs} s on s.spec_version = l.spec_version "
-                "left join numbered g on g.enrichment = l.enrichment and g.good_place = 1 and "
-                "g.state in ('finished', 'planned') where l.place = 1 order by l.enrichment"
-            )
-        )
-        return [EnrichmentRow(*row) for row in rows]
-
-    def read_open_shards(self) -> list[OpenShardRow]:
-        """Return the shards that are being worked on or whose owner is gone, oldest first."""
-        rows = self.warehouse.fetch(
-            self._sql(
-                "select shard_id::text, enrichment, backend, state, owner, requests, ok, failed, "
-                "extract(epoch from {clock} - created_at)::double precision, "
-                "extract(epoch from lease_expires_at - {clock})::double precision "
-                "from {shards} where state = 'running' order by created_at, shard_id"
-            )
-        )
-        return [OpenShardRow(*row) for row in rows]
-
-    # --- dead letters -------------------------------------------------------------------------
-
-    def count_dead_letters(self, spec_versions: Sequence[str]) -> dict[str, int]:
-        """Return how many requests of these specs are dead, by the outcome of their last try."""
-        rows = self.warehouse.fetch(
-            self._sql(
-                "select d.outcome, count(*) from {dead_letters} d "
-                f"where d.spec_version in ({_uuids(spec_versions)}) group by 1 order by 2 desc, 1"
-            )
-        )
-        return {str(outcome): int(count) for outcome, count in rows}
-
-    def read_causes(self, spec_versions: Sequence[str], limit: int) -> list[DeadLetterCause]:
-        """Return why requests of these specs are dead, the most frequent causes first.
-
-        Each cause comes with one request as its example: always the same one while it is dead.
-        """
-        rows = self.warehouse.fetch(
-            self._sql(
-                "with dead as (select d.*, s.model, count(*) over same as requests, row_number() "
-                "over (same order by d.request_key) as place from {dead_letters} d join {specs} s "
-                "on s.spec_version = d.spec_version "
-                f"where d.spec_version in ({_uuids(spec_versions)}) "
-                "window same as (partition by d.spec_version, d.outcome, d.error)) "
-                "select d.spec_version::text, d.model, d.outcome, d.error, d.requests, "
-                "replace(d.request_key::text, '-', ''), (select min(i.unique_key) from {items} i "
-                "where i.request_key = d.request_key), d.raw_output, d.attempts from dead d "
-                f"where d.place = 1 order by d.requests desc, d.outcome, d.error limit {int(limit)}"
-            )
-        )
-        return [DeadLetterCause(*row) for row in rows]
-
-    def replay(self, run_id: str, spec_versions: Sequence[str] | None, outcome: str | None) -> int:
-        """Give dead letters a new budget; the next run sends them. Returns how many."""
-        conditions = []
-        if spec_versions is not None:
-            conditions.append(f"d.spec_version in ({_uuids(spec_versions)})")
-        params: list[Any] = [run_id]
-        if outcome is not None:
-            conditions.append("d.outcome = ?")
-            params.append(outcome)
-        where = " where " + " and ".join(conditions) if conditions else ""
-        with self.warehouse.transaction():
-            before = self.warehouse.fetch(
-                self._sql("select count(*) from {dead_letters} d" + where), params[1:]
-            )
-            self.warehouse.execute(
-                self._sql(
-                    "insert into {attempts} (attempt_id, request_key, run_id, attempt_number, "
-                    f"outcome, is_final, recorded_at) select {_NEW_UUID[self.warehouse.dialect]}, d.request_key, "
-                    "?::uuid, d.attempts + 1, 'replayed', false, {clock} from {dead_letters} d"
-                    + where
-                ),
-                params,
-            )
-        return int(before[0][0])
 
 
 # A wanted request may be sent: it has no answer and its budget is not spent.
@@ -957,21 +649,6 @@ _OPEN = (
     "not exists (select 1 from {dead_letters} d where d.request_key = t.request_key)"
 )
 _ITEM_FAILURES = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.is_item_failure)
-_NEW_UUID = {"duckdb": "uuid()", "postgres": "gen_random_uuid()"}
-_TEMPORARY_SCHEMA = {"duckdb": "temp.main", "postgres": "pg_temp"}
-
-
-def relation_name(warehouse: Warehouse, schema: str, name: str) -> str:
-    """Return a quoted name, with the database where a process may have several attached."""
-    parts = [schema, name]
-    if warehouse.dialect == "duckdb":
-        parts.insert(0, warehouse.database)
-    return ".".join(quote(part, warehouse.dialect) for part in parts)
-
-
-def _uuids(values: Sequence[str]) -> str:
-    """Return SQL for a list of uuids, which matches nothing when it is empty."""
-    return ", ".join(f"'{uuid.UUID(value)}'::uuid" for value in values) or "null"
 
 
 def parse_messages(text: str) -> tuple[Message, ...]:
@@ -1002,7 +679,7 @@ def _attempts_table(attempts: Sequence[Attempt]) -> pa.Table:
         "started_at": ([a.started_at for a in attempts], stamp),
         "finished_at": ([a.finished_at for a in attempts], stamp),
     }
-    return pa.table({name: pa.array(values, type) for name, (values, type) in columns.items()})
+    return pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()})
 
 
 def iter_positions(keys: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -18,8 +18,9 @@ import pytest
 from batchsql.declare.spec import Declaration
 from batchsql.errors import LedgerVersionError
 from batchsql.types import Call, Completion, Outcome, Request
-from batchsql.warehouse.ledger import LEDGER_VERSION, Attempt, Ledger, SpecRow
+from batchsql.warehouse.ledger import Attempt, Ledger, SpecRow
 from batchsql.warehouse.postgres import connect_adbc
+from batchsql.warehouse.tables import LEDGER_VERSION
 from tests.support import fake
 from tests.support.lean import TEMPLATE, Forks, Job, connect, run_job, wait_for
 from tests.support.project import Target, postgres_target

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from batchsql.types import Outcome
 from batchsql.warehouse.duckdb import DuckDBWarehouse
 from batchsql.warehouse.ledger import Attempt, Claim, Ledger, SpecRow
+from batchsql.warehouse.report import LedgerReport
 
 SPEC = uuid.UUID(int=1).hex
 KEYS = [uuid.UUID(int=100 + n).hex for n in range(8)]
@@ -191,7 +192,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def replay(self, name: str) -> None:
         owner = self.owners[name]
         dead = owner.ledger.count_requests(SPEC).dead
-        assert owner.ledger.replay(owner.run_id, None, None) == dead
+        assert LedgerReport(owner.ledger).replay(owner.run_id, None, None) == dead
         assert owner.ledger.count_requests(SPEC).dead == 0
 
     @invariant()

@@ -6,8 +6,9 @@ import uuid
 
 from batchsql.types import Outcome
 from batchsql.warehouse.duckdb import DuckDBWarehouse
-from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.postgres import PostgresWarehouse, connect_adbc
+from batchsql.warehouse.report import LedgerReport
+from batchsql.warehouse.tables import LedgerTables
 from tests.support.project import Project, Target
 from tests.support.tables import rows_sql, tickets
 
@@ -40,7 +41,8 @@ def replay_dead_letters(target: Target) -> int:
         uri = f"host={target.profile['host']} user=postgres dbname=postgres"
         warehouse = PostgresWarehouse(lambda: connect_adbc(uri, None), "postgres")
     try:
-        return Ledger(warehouse, target.ledger).replay(str(uuid.uuid4()), None, None)
+        report = LedgerReport(LedgerTables(warehouse, target.ledger))
+        return report.replay(str(uuid.uuid4()), None, None)
     finally:
         warehouse.close()
 

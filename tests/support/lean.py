@@ -22,9 +22,9 @@ from typing import Any
 
 from batchsql import runner
 from batchsql.backends.base import StreamBackend
+from batchsql.context import RunContext
 from batchsql.dbt import run_enrichment
 from batchsql.declare.spec import Declaration, parse_declaration
-from batchsql.context import RunContext
 from batchsql.runner import Counts, EnrichmentRun
 from batchsql.warehouse.base import Dialect, Source, Warehouse
 from batchsql.warehouse.ledger import Ledger

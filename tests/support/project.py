@@ -155,7 +155,11 @@ class Project:
                 "meta": {"llm": {**declaration, "engine": engine}},
                 **config,
             }
-        head = f"{{{{ config({', '.join(f'{k}={v!r}' for k, v in config.items())}) }}}}\n" if config else ""
+        head = (
+            f"{{{{ config({', '.join(f'{k}={v!r}' for k, v in config.items())}) }}}}\n"
+            if config
+            else ""
+        )
         self.write(f"models/{name}.sql", head + select + "\n")
 
     def sent(self) -> list[str]:
@@ -179,9 +183,7 @@ class Project:
         output = out.getvalue() + (str(result.exception) if result.exception else "")
         return DbtResult(0 if result.success else 1, output, self._nodes())
 
-    def process(
-        self, *args: str, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def process(self, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a dbt command in a process of its own."""
         return subprocess.Popen(
             [sys.executable, "-m", "tests.support.dbt_main", *args, *self._flags()],
@@ -195,7 +197,13 @@ class Project:
         return DbtResult(process.returncode, output, self._nodes())
 
     def _flags(self) -> Sequence[str]:
-        return ["--project-dir", str(self.root), "--profiles-dir", str(self.root), "--no-use-colors"]
+        return [
+            "--project-dir",
+            str(self.root),
+            "--profiles-dir",
+            str(self.root),
+            "--no-use-colors",
+        ]
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
         file = self.root / "target" / "run_results.json"
