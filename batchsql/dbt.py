@@ -160,7 +160,7 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
     Raises:
         SpecError: with every mistake found.
     """
-    from batchsql.backends.registry import check_params
+    from batchsql.backends.registry import check_model
     from batchsql.declare.spec import parse_declaration
 
     meta = node.config.meta or {}
@@ -180,7 +180,7 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
         overrides=overrides,
         unique_key=node.config.unique_key,
         project_root=project_root,
-        check_model=lambda model, params, engine: check_params(model.provider, params),
+        check_model=check_model,
         more_mistakes=mistakes,
     )
 

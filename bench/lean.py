@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 
 from batchsql.backends.base import Capabilities, StreamBackend
-from batchsql.backends.registry import check_params
+from batchsql.backends.registry import check_model
 from batchsql.context import RunContext
 from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.runner import EnrichmentRun
@@ -49,7 +49,7 @@ def declare(**more: Any) -> Declaration:
         {"model": "local/smollm2-135m", "prompt": PROMPT, "returns": RETURNS, **more},
         unique_key="id",
         project_root=Path(),
-        check_model=lambda model, params, engine: check_params(model.provider, params),
+        check_model=check_model,
     )
 
 

@@ -20,15 +20,21 @@ Opener = Callable[[ModelRef, Mapping[str, Any], Path], StreamBackend]
 class _Provider:
     opener: Opener
     params: Params
+    options: Params | None
 
 
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
-_PROVIDERS: dict[str, _Provider] = {"local": _Provider(local.open_local, local.PARAMS)}
+_PROVIDERS: dict[str, _Provider] = {
+    "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS)
+}
 
 
-def register(provider: str, opener: Opener, params: Params) -> None:
-    """Make a provider known, or replace it. For plugins and tests."""
-    _PROVIDERS[provider] = _Provider(opener, params)
+def register(provider: str, opener: Opener, params: Params, options: Params | None = None) -> None:
+    """Make a provider known, or replace it. For plugins and tests.
+
+    ``options`` are the accepted keys of ``engine``; without them the opener checks for itself.
+    """
+    _PROVIDERS[provider] = _Provider(opener, params, options)
 
 
 def known_providers() -> tuple[str, ...]:
@@ -36,11 +42,17 @@ def known_providers() -> tuple[str, ...]:
     return tuple(sorted(_PROVIDERS))
 
 
-def check_params(provider: str, params: Mapping[str, Any]) -> list[Mistake]:
-    """Return a mistake for each parameter that the provider does not know or accept."""
-    if provider not in _PROVIDERS:
-        return [_unknown(provider)]
-    return check_values(params, _PROVIDERS[provider].params, "params")
+def check_model(
+    model: ModelRef, params: Mapping[str, Any], engine: Mapping[str, Any]
+) -> list[Mistake]:
+    """Return a mistake for an unknown provider, and for each parameter or option it refuses."""
+    provider = _PROVIDERS.get(model.provider)
+    if provider is None:
+        return [_unknown(model.provider)]
+    mistakes = check_values(params, provider.params, "params")
+    if provider.options is not None:
+        mistakes += check_values(engine, provider.options, "engine")
+    return mistakes
 
 
 def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> StreamBackend:

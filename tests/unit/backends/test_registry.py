@@ -10,6 +10,8 @@ from batchsql.backends.params import Param
 from batchsql.errors import SpecError, SystemicError
 from batchsql.types import ModelRef
 
+LOCAL = ModelRef("local", "smollm2-135m")
+
 
 @pytest.fixture(autouse=True)
 def restore_providers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -20,7 +22,7 @@ def restore_providers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_unknown_provider_lists_the_known_ones() -> None:
     with pytest.raises(SpecError, match=r"'openai' is not known; known: local"):
         registry.open_backend(ModelRef("openai", "gpt"), {}, Path())
-    assert "known: local" in registry.check_params("openai", {})[0].message
+    assert "known: local" in registry.check_model(ModelRef("openai", "gpt"), {}, {})[0].message
 
 
 def test_registered_provider_is_opened_with_what_was_given() -> None:
@@ -35,7 +37,7 @@ def test_registered_provider_is_opened_with_what_was_given() -> None:
     assert registry.open_backend(model, {"slots": 1}, Path("p")) == "backend"
     assert seen == [(model, {"slots": 1}, Path("p"))]
     assert registry.known_providers() == ("fake", "local")
-    assert registry.check_params("fake", {"temperature": 0.5}) == []
+    assert registry.check_model(model, {"temperature": 0.5}, {"any": 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -52,14 +54,14 @@ def test_registered_provider_is_opened_with_what_was_given() -> None:
     ],
 )
 def test_wrong_param_is_a_mistake(params: dict[str, object], where: str, part: str) -> None:
-    mistakes = registry.check_params("local", params)
+    mistakes = registry.check_model(LOCAL, params, {})
     assert [m.where for m in mistakes] == [where]
     assert part in mistakes[0].message
 
 
 def test_good_params_pass() -> None:
     good = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["\n"], "max_tokens": 64}
-    assert registry.check_params("local", good) == []
+    assert registry.check_model(LOCAL, good, {"slots": 2}) == []
 
 
 def test_local_refuses_unknown_options_names_and_files(tmp_path: Path) -> None:
@@ -69,3 +71,9 @@ def test_local_refuses_unknown_options_names_and_files(tmp_path: Path) -> None:
         registry.open_backend(ModelRef("local", "llama"), {}, tmp_path)
     with pytest.raises(SystemicError, match=str(tmp_path / "no.gguf")):
         registry.open_backend(ModelRef("local", "no.gguf"), {}, tmp_path)
+
+
+def test_wrong_engine_option_is_a_mistake() -> None:
+    (mistake,) = registry.check_model(LOCAL, {}, {"slot": 2})
+    assert mistake.where == "engine.slot"
+    assert "slots" in mistake.message
