@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PROGRESS_SECONDS = 5.0
+"""How often a run says how far it is."""
+
 _FEWEST_FOR_AN_ESTIMATE = 20
 """Before so many are done, the time that an engine takes to start would spoil the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the requests of a run are."""
+    """How far a run is with its requests, or with what ``noun`` names."""
 
     done: int
     total: int
     seconds: float
+    noun: str = "requests"
 
     def __str__(self) -> str:
         rate = self.done / self.seconds if self.seconds else 0.0
         share = f"{100 * self.done // self.total} %" if self.total else "100 %"
-        text = f"{self.done:,} of {self.total:,} requests ({share}), {rate:.1f}/s"
+        text = f"{self.done:,} of {self.total:,} {self.noun} ({share}), {rate:.1f}/s"
         if self.done >= self.total or self.done < _FEWEST_FOR_AN_ESTIMATE:
             return text
         return f"{text}, {format_seconds((self.total - self.done) / rate)} left"

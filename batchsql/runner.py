@@ -35,6 +35,7 @@ from batchsql.declare.keys import (
 from batchsql.declare.prompt import BoundPrompt, RenderError
 from batchsql.declare.spec import Declaration, check_columns
 from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError
+from batchsql.progress import PROGRESS_SECONDS, Progress
 from batchsql.shipping import Shipper
 from batchsql.warehouse.base import (
     Column,
@@ -289,9 +290,17 @@ class EnrichmentRun:
         if self._all_known:
             return
         context = self.context
+        rendered = 0
+        started = shown = time.monotonic()
         for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
             items, requests = self._render_batch(batch)
             context.ledger.write_items(self.spec_version, items, requests)
+            rendered += batch.num_rows
+            now = time.monotonic()
+            if now - shown >= PROGRESS_SECONDS:
+                progress = Progress(rendered, self.counts.new, now - started, "new rows rendered")
+                context.info(str(progress))
+                shown = now
         context.ledger.load_todo(iter_positions(context.source.stream(self._wanted_sql(), 100_000)))
         wanted = context.ledger.count_todo()
         unanswered = context.source.fetch(

@@ -11,15 +11,13 @@ from batchsql.backends.base import StreamBackend
 from batchsql.context import RunContext
 from batchsql.declare.spec import Declaration
 from batchsql.errors import BatchsqlError, ReconciliationError
-from batchsql.progress import Progress
+from batchsql.progress import PROGRESS_SECONDS, Progress
 from batchsql.types import Call, Completion, Outcome, Request
 from batchsql.validate.structure import AnswerValidator
 from batchsql.warehouse.ledger import Attempt, Claim, Shard, process_id
 
 MAX_TRANSIENT_FAILURES = 10
 """A request whose every try fails for no fault of its own ends somewhere too."""
-
-PROGRESS_SECONDS = 5.0
 
 WAIT_SECONDS = 0.5
 """How often a run looks whether another one has answered what both want."""

@@ -35,7 +35,7 @@ def test_signal_stops_dbt_and_keeps_what_was_answered(
     process.wait(10)
     seconds = time.monotonic() - started
     stopped = project.finish(process)
-    assert seconds < 2, stopped.output
+    assert seconds < 4, stopped.output  # about one on an idle machine
     assert stopped.returncode > 0
     assert "Traceback" not in stopped.output
     assert "what was answered until now is kept" in stopped.output
