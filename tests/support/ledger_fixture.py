@@ -21,9 +21,14 @@ PROJECT = FOLDER / "ledger_project"
 
 # Each table with what its rows are ordered by. Item keys alone differ between the warehouses.
 _SHARED = {
-    "meta": "ledger_version", "specs": "spec_version", "requests": "request_key", "runs": "run_id",
-    "shards": "shard_id", "attempts": "request_key, attempt_number", "results": "request_key",
-}  # fmt: skip
+    "meta": "ledger_version",
+    "specs": "spec_version",
+    "requests": "request_key",
+    "runs": "started_at",
+    "shards": "created_at",
+    "attempts": "request_key, attempt_number",
+    "results": "request_key",
+}
 _BY_WAREHOUSE = {"items": "unique_key::integer"}
 
 _LABELS = (
@@ -54,14 +59,18 @@ def make_project(project: Project) -> None:
 
 def load_ledger(folder: Path, target: Target) -> None:
     """Make the ledger of a fixture in a target: the tables of its version, with its rows."""
-    target.query(_read(folder / f"tables_{target.kind}.sql"))
-    files = [folder / f"{table}.jsonl" for table in _SHARED]
-    files += [folder / f"{table}_{target.kind}.jsonl" for table in _BY_WAREHOUSE]
-    for file in files:
+    statements = [_read(folder / f"tables_{target.kind}.sql")]
+    other = "postgres" if target.kind == "duckdb" else "duckdb"
+    for file in sorted(folder.glob("*.jsonl")):
+        if file.stem == "labels" or file.stem.endswith(f"_{other}"):
+            continue
         table = file.stem.removesuffix(f"_{target.kind}")
         for row in read_rows(file):
             values = ", ".join(literal(value) for value in row.values())
-            target.query(f"insert into {{ledger}}.{table} ({', '.join(row)}) values ({values})")
+            statements.append(
+                f"insert into {{ledger}}.{table} ({', '.join(row)}) values ({values});"
+            )
+    target.query("\n".join(statements))
 
 
 def read_labels(target: Target) -> list[dict[str, Any]]:
@@ -139,7 +148,7 @@ class _Recorder:
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> None:
         if not sql.startswith("insert"):
-            self.statements.append(sql.replace('"warehouse".', ""))
+            self.statements.append(sql.replace('"warehouse".', "").replace("\n        ", "\n"))
 
     def relation_exists(self, schema: str, name: str) -> bool:
         return False
