@@ -11,13 +11,14 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbt.adapters.base.impl import BaseAdapter
 from dbt.adapters.contracts.connection import AdapterResponse
 from dbt.adapters.events.logging import AdapterLogger
+from dbt.adapters.factory import get_adapter_by_type
 from dbt.flags import get_flags
 from dbt.plugins.manager import dbt_hook, dbtPlugin
 from dbt_common.events.base_types import EventLevel
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 MATERIALIZATION = "llm"
 VAR = "batchsql"
 DEFAULT_LEDGER_SUFFIX = "_batchsql"
+LEDGER_PREFIX = "batchsql_"
+"""Before the name of each table of a ledger that shares the target's schema."""
 
 STOP = threading.Event()
 """Set when the process is asked to stop, so that runs in dbt's worker threads end by themselves."""
@@ -81,22 +84,22 @@ class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
     """Adds the adapter methods, and checks every llm model's declaration right after parsing."""
 
     def initialize(self) -> None:
-        for name, method, at_parse in (
-            ("batchsql_enrich", _enrich, None),
-            ("batchsql_build", _build, None),
-            ("batchsql_finish", _finish, None),
+        for name, method in (
+            ("batchsql_enrich", _enrich),
+            ("batchsql_build", _build),
+            ("batchsql_finish", _finish),
         ):
             setattr(BaseAdapter, name, method)
             for adapter in _all_adapters(BaseAdapter):
                 adapter._available_ = adapter._available_ | {name}
-                adapter._parse_replacements_[name] = _nothing_at_parse(at_parse)
+                adapter._parse_replacements_[name] = _nothing_at_parse
 
     @dbt_hook  # type: ignore[untyped-decorator]
     def get_manifest_artifacts(self, manifest: Any) -> dict[str, Any]:
         """Check all declarations at once and mark models whose prompt file changed."""
         nodes = [node for node in manifest.nodes.values() if is_llm_model(node)]
         if nodes:
-            _check_declarations(nodes)
+            _check_declarations(nodes, get_adapter_by_type(manifest.metadata.adapter_type).config)
             _listen_for_stop()
         return {}
 
@@ -107,8 +110,8 @@ def _all_adapters(root: Any) -> Iterator[Any]:
         yield from _all_adapters(child)
 
 
-def _nothing_at_parse(value: object) -> Callable[..., object]:
-    return lambda *args, **kwargs: value
+def _nothing_at_parse(*_args: object, **_kwargs: object) -> None:
+    """Stand in for a method while dbt parses."""
 
 
 def is_llm_model(node: Any) -> bool:
@@ -116,16 +119,11 @@ def is_llm_model(node: Any) -> bool:
     return bool(node.resource_type == "model" and node.config.materialized == MATERIALIZATION)
 
 
-def _check_declarations(nodes: list[Any]) -> None:
-    flags = get_flags()
-    project_dir = Path(flags.PROJECT_DIR)
-    variables = getattr(flags, "VARS", None) or {}
+def _check_declarations(nodes: list[Any], config: Any) -> None:
     problems = []
     for node in nodes:
         try:
-            declaration = read_declaration(
-                node, project_root_of(node, project_dir), variables.get(VAR)
-            )
+            declaration = read_declaration(node, config)
         except SpecError as error:
             problems.append(str(error))
             continue
@@ -148,14 +146,21 @@ def describe_interruption(interruption: Any) -> str:
     )
 
 
-def project_root_of(node: Any, project_dir: Path, packages_dir: str = "dbt_packages") -> Path:
+def project_root_of(node: Any, config: Any) -> Path:
     """Return the directory of the project or package that a node belongs to."""
-    package = project_dir / packages_dir / str(node.package_name)
-    return package if package.is_dir() else project_dir
+    root = Path(config.project_root)
+    if node.package_name == config.project_name:
+        return root
+    return root / config.packages_install_path / str(node.package_name)
 
 
-def read_declaration(node: Any, project_root: Path, overrides: object) -> Declaration:
-    """Read the declaration of an llm model.
+def overrides_of(config: Any) -> object:
+    """Return the ``batchsql`` var, from the command line or else from ``dbt_project.yml``."""
+    return {**config.vars.to_dict(), **(config.cli_vars or {})}.get(VAR)
+
+
+def read_declaration(node: Any, config: Any) -> Declaration:
+    """Read the declaration of an llm model under the configuration of the running project.
 
     Raises:
         SpecError: with every mistake found.
@@ -177,9 +182,9 @@ def read_declaration(node: Any, project_root: Path, overrides: object) -> Declar
         str(node.name),
         meta.get("llm"),
         defaults=meta.get("llm_defaults"),
-        overrides=overrides,
+        overrides=overrides_of(config),
         unique_key=node.config.unique_key,
-        project_root=project_root,
+        project_root=project_root_of(node, config),
         check_model=check_model,
         more_mistakes=mistakes,
     )
@@ -239,12 +244,11 @@ def _enrich(
                 f"batchsql has {__version__}; install the same version of both, then run dbt deps"
             )
         node = _Node.of(model)
-        variables = {**self.config.vars.to_dict(), **(self.config.cli_vars or {})}
-        declaration = read_declaration(node, _root_of(self, node), variables.get(VAR))
+        declaration = read_declaration(node, self.config)
         is_incremental = declaration.incremental and existing is not None
         context, close = open_context(
             self, declaration, enrichment=str(model["unique_id"]), invocation_id=invocation_id,
-            project_root=_root_of(self, node), column_types=node.column_types,
+            project_root=project_root_of(node, self.config), column_types=node.column_types,
         )  # fmt: skip
         from batchsql.runner import EnrichmentRun
 
@@ -326,23 +330,11 @@ def _response(counts: Counts) -> EnrichmentResponse:
         for name, value in (("pending", counts.pending), ("failed", counts.failed))
         if value
     ]
+    shared = {field.name for field in fields(counts)} & {f.name for f in fields(EnrichmentResponse)}
     return EnrichmentResponse(
         _message=f"LLM {', '.join(parts)}",
         rows_affected=counts.rows,
-        rows=counts.rows,
-        new=counts.new,
-        reused=counts.reused,
-        duplicates=counts.duplicates,
-        ok=counts.ok,
-        pending=counts.pending,
-        failed=counts.failed,
-        requests_sent=counts.requests_sent,
-        requests_ok=counts.requests_ok,
-        requests_failed=counts.requests_failed,
-        requests_borrowed=counts.requests_borrowed,
-        input_tokens=counts.input_tokens,
-        output_tokens=counts.output_tokens,
-        cached_tokens=counts.cached_tokens,
+        **{name: getattr(counts, name) for name in shared},
     )
 
 
@@ -395,13 +387,6 @@ class _Fields:
         self.__dict__.update(fields)
 
 
-def _root_of(adapter: Any, node: Any) -> Path:
-    config = adapter.config
-    if node.package_name == config.project_name:
-        return Path(config.project_root)
-    return project_root_of(node, Path(config.project_root), config.packages_install_path)
-
-
 # --- connections ----------------------------------------------------------------------------------
 
 
@@ -421,7 +406,6 @@ def open_context(
     """
     from batchsql.backends.registry import open_backend
     from batchsql.context import RunContext
-    from batchsql.warehouse.ledger import Ledger
 
     source, warehouse, dialect = open_connections(adapter)
     credentials = adapter.connections.profile.credentials
@@ -435,7 +419,7 @@ def open_context(
         dialect=dialect,
         ledger=open_ledger(warehouse, credentials.schema, declaration.ledger_schema),
         open_backend=lambda d: open_backend(d.model, d.engine, project_root),
-        open_ledger=lambda schema: Ledger(warehouse, schema),
+        open_ledger=lambda schema: open_lender(warehouse, schema),
         enrichment=enrichment,
         invocation_id=invocation_id,
         stop=STOP,
@@ -451,7 +435,16 @@ def open_ledger(warehouse: Warehouse, target_schema: str, ledger_schema: str | N
     from batchsql.warehouse.ledger import Ledger
 
     schema = ledger_schema or f"{target_schema}{DEFAULT_LEDGER_SUFFIX}"
-    return Ledger(warehouse, schema, "batchsql_" if schema == target_schema else "")
+    return Ledger(warehouse, schema, LEDGER_PREFIX if schema == target_schema else "")
+
+
+def open_lender(warehouse: Warehouse, schema: str) -> Ledger:
+    """Return the ledger that ``read_from`` means by a schema, prefixed or not."""
+    from batchsql.warehouse.ledger import Ledger
+
+    # The prefixed one first, since a table of the user's own may be named meta.
+    prefixed = Ledger(warehouse, schema, LEDGER_PREFIX)
+    return prefixed if prefixed.exists() else Ledger(warehouse, schema)
 
 
 def open_connections(adapter: Any) -> tuple[Source, Warehouse, Dialect]:

@@ -29,12 +29,12 @@ from dbt_common.invocation import get_invocation_id
 
 from batchsql.dbt import (
     MATERIALIZATION,
-    VAR,
     describe_interruption,
     is_llm_model,
     open_connections,
     open_context,
     open_ledger,
+    overrides_of,
     project_root_of,
     read_declaration,
 )
@@ -177,11 +177,6 @@ class OpenProject:
         self._config = config
         self._adapter = adapter
 
-    @property
-    def _overrides(self) -> object:
-        variables = {**self._config.vars.to_dict(), **(self._config.cli_vars or {})}
-        return variables.get(VAR)
-
     @contextlib.contextmanager
     def ledgers(self) -> Iterator[list[Ledger]]:
         """Open the ledgers of this target that exist: the default one, and those models name.
@@ -218,8 +213,9 @@ class OpenProject:
         return path.startswith(("md:", "motherduck:")) or "://" in path or Path(path).exists()
 
     def _ledger_schemas(self) -> list[str | None]:
-        if isinstance(self._overrides, Mapping) and self._overrides.get("ledger_schema"):
-            return [str(self._overrides["ledger_schema"])]
+        overrides = overrides_of(self._config)
+        if isinstance(overrides, Mapping) and overrides.get("ledger_schema"):
+            return [str(overrides["ledger_schema"])]
         schemas: list[str | None] = [None]
         manifest = Path(self._config.project_target_path) / "manifest.json"
         if not manifest.is_file():
@@ -250,15 +246,14 @@ class OpenProject:
         return ModelPlan(name, str(node.unique_id), error=message)
 
     def _plan(self, node: Any) -> ModelPlan:
-        root = self._root_of(node)
-        declaration = read_declaration(node, root, self._overrides)
+        declaration = read_declaration(node, self._config)
         warnings = [describe_interruption(each) for each in declaration.prompt.interrupts()]
         context, close = open_context(
             self._adapter,
             declaration,
             enrichment=str(node.unique_id),
             invocation_id=str(get_invocation_id()),
-            project_root=root,
+            project_root=project_root_of(node, self._config),
             column_types={
                 column.name: column.data_type
                 for column in node.columns.values()
@@ -307,12 +302,6 @@ class OpenProject:
             in_progress=in_progress,
             limit=run.declaration.limit,
         )
-
-    def _root_of(self, node: Any) -> Path:
-        root = Path(self._config.project_root)
-        if node.package_name == self._config.project_name:
-            return root
-        return project_root_of(node, root, self._config.packages_install_path)
 
     def _merge_target(self, node: Any, declaration: Declaration) -> str | None:
         """Return the table that a run would merge into, if the model is incremental and has one."""

@@ -142,7 +142,7 @@ def parse_declaration(
                 {**merged[key], **value} if both_maps and key in ("params", "engine") else value
             )
             merged[str(key)] = joined
-    if "model" not in merged and "prompt" not in merged and not merged:
+    if not merged:
         mistakes.append(
             Mistake("meta.llm", "is missing; declare at least model, prompt and returns there")
         )
@@ -248,59 +248,39 @@ def _read_model(text: str) -> tuple[ModelRef | None, list[Mistake]]:
 
 
 def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, list[Mistake]]:
-    is_text = "\n" in value or "{{" in value or "{%" in value
-    template = value
-    where = "prompt"
-    if not is_text:
-        root = project_root.resolve()
+    if "\n" in value or "{{" in value or "{%" in value:
+        return _parse_template(value, "prompt")
+    root = project_root.resolve()
+    try:
         path = (root / value).resolve()
         if not path.is_relative_to(root):
-            return (
-                "",
-                None,
-                [
-                    Mistake(
-                        "prompt",
-                        f"got {value!r}, which is outside the project; move the file into it",
-                    )
-                ],
-            )
-        if not path.is_file():
-            hint = (
-                "; in a YAML file dbt renders {{ column }} to nothing, so write the prompt as a "
-                "file"
-                if " " in value
-                else ""
-            )
-            return (
-                "",
-                None,
-                [Mistake("prompt", f"there is no file {value!r} in the project {root.name}{hint}")],
-            )
-        where = f"prompt {value}"
-        try:
-            template = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            return "", None, [Mistake(where, "is not UTF-8 text; save it as UTF-8")]
-    template = template.replace("\r\n", "\n").replace("\r", "\n")
+            message = f"got {value!r}, which is outside the project; move the file into it"
+            return "", None, [Mistake("prompt", message)]
+        return _parse_template(path.read_text(encoding="utf-8"), f"prompt {value}")
+    except UnicodeDecodeError:
+        return "", None, [Mistake(f"prompt {value}", "is not UTF-8 text; save it as UTF-8")]
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        reason = f"there is no file {value!r} in the project {root.name}"
+    except (OSError, ValueError) as error:  # a text that is too long for a path, for example
+        reason = f"cannot read a file {value!r} ({getattr(error, 'strerror', None) or error})"
+    hint = "; in a YAML file dbt renders {{ column }} to nothing, so write the prompt as a file"
+    return "", None, [Mistake("prompt", f"{reason}{hint if ' ' in value else ''}")]
+
+
+def _parse_template(text: str, where: str) -> tuple[str, Prompt | None, list[Mistake]]:
+    template = text.replace("\r\n", "\n").replace("\r", "\n")
     try:
         prompt = parse_prompt(template)
     except PromptSyntaxError as error:
         return template, None, [Mistake(where, str(error))]
-    if not prompt.refers_to_columns:
-        return (
-            template,
-            prompt,
-            [
-                Mistake(
-                    where,
-                    "refers to no column, so every row would get the same answer. Write a column "
-                    "as {{ column }}, in a prompt file or inside {% raw %} in the .sql file: in a "
-                    "YAML file dbt renders it to nothing",
-                )
-            ],
-        )
-    return template, prompt, []
+    if prompt.refers_to_columns:
+        return template, prompt, []
+    message = (
+        "refers to no column, so every row would get the same answer. Write a column as "
+        "{{ column }}, in a prompt file or inside {% raw %} in the .sql file: in a YAML file dbt "
+        "renders it to nothing"
+    )
+    return template, prompt, [Mistake(where, message)]
 
 
 def _read_unique_key(value: object) -> tuple[str, ...] | None:

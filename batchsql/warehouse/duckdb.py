@@ -226,8 +226,8 @@ class DuckDBWarehouse:
     def relation_exists(self, schema: str, name: str) -> bool:
         return bool(
             self.fetch(
-                "select 1 from duckdb_tables() where database_name = ? and schema_name = ? "
-                "and table_name = ?",
+                "select 1 from duckdb_tables() where lower(database_name) = lower(?) "
+                "and lower(schema_name) = lower(?) and lower(table_name) = lower(?)",
                 [self.database, schema, name],
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
@@ -229,9 +230,11 @@ def _combined(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
 def connect_adbc(conninfo: str, role: str | None) -> Any:
     """Open a PostgreSQL connection that speaks Arrow, with its session settings pinned.
 
+    ``role`` is SQL for a role's name, as it is in dbt's profile: a mixed case one is in quotes.
+
     Raises:
         MissingExtraError: the driver is not installed.
-        WarehouseError: the server refused the connection.
+        WarehouseError: the server refused the connection, or the role.
     """
     try:
         import adbc_driver_postgresql.dbapi as adbc
@@ -241,20 +244,27 @@ def connect_adbc(conninfo: str, role: str | None) -> Any:
         ) from error
     try:
         connection = adbc.connect(conninfo)
+        try:
+            with connection.cursor() as cursor:
+                for statement in ((f"set role {role}",) if role else ()) + _SESSION:
+                    cursor.execute(statement)
+            connection.commit()
+        except BaseException:
+            connection.close()
+            raise
     except adbc.Error as error:
-        reason = re.sub(r"password\s*=\s*('[^']*'|\S+)", "password=...", str(error))
         # Not chained: the driver's own error may repeat the connection string, password and all.
         raise WarehouseError(
-            f"PostgreSQL refused batchsql's own connection for the ledger: {reason}. dbt's was "
-            "accepted, so look for a connection limit or a pg_hba rule"
+            "PostgreSQL refused batchsql's own connection for the ledger: "
+            f"{without_password(str(error))}. dbt's was accepted, so look for a connection limit "
+            "or a pg_hba rule"
         ) from None
-    with connection.cursor() as cursor:
-        if role:
-            cursor.execute(f"set role {quote(role, 'postgres')}")
-        for statement in _SESSION:
-            cursor.execute(statement)
-    connection.commit()
     return connection
+
+
+def without_password(text: str) -> str:
+    """Return the text with the passwords of connection strings left out."""
+    return re.sub(r"password\s*=\s*('(?:[^'\\]|\\.)*'|\S+)", "password=...", text)
 
 
 class PostgresWarehouse:
@@ -349,8 +359,8 @@ class PostgresWarehouse:
 
 
 def _numbered(sql: str) -> str:
-    """Turn ``?`` placeholders into PostgreSQL's ``$1``, ``$2``. Ledger SQL has no other ``?``."""
-    if "?" not in sql:
-        return sql
-    parts = sql.split("?")
-    return "".join(f"{part}${number}" for number, part in enumerate(parts[:-1], 1)) + parts[-1]
+    """Turn ``?`` placeholders into PostgreSQL's ``$1``, ``$2``, but none in a quoted name."""
+    numbers = count(1)
+    return re.sub(
+        r'"[^"]*"|\?', lambda match: f"${next(numbers)}" if match[0] == "?" else match[0], sql
+    )

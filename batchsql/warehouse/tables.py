@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from batchsql.errors import LedgerVersionError
 from batchsql.version import __version__
-from batchsql.warehouse.base import Warehouse, quote
+from batchsql.warehouse.base import Warehouse, fit_identifier, quote
 
 LEDGER_VERSION = 1
 """Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
@@ -89,13 +89,13 @@ class LedgerTables:
 
     Args:
         warehouse: the connection; it is not closed here.
-        schema: where the tables are.
+        schema: where the tables are; a name too long for PostgreSQL is shortened.
         prefix: put before each table's name when the schema is shared with other tables.
     """
 
     def __init__(self, warehouse: Warehouse, schema: str, prefix: str = "") -> None:
         self.warehouse = warehouse
-        self.schema = schema
+        self.schema = fit_identifier(schema)
         self.prefix = prefix
         self.names = {name: self.relation(name) for name in (*_TABLES, "meta")}
         # Qualified wherever they are named: a bare name could mean a table of the user's.
