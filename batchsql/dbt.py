@@ -151,7 +151,7 @@ def project_root_of(node: Any, config: Any) -> Path:
     root = Path(config.project_root)
     if node.package_name == config.project_name:
         return root
-    return root / config.packages_install_path / str(node.package_name)
+    return root / str(config.packages_install_path) / str(node.package_name)
 
 
 def overrides_of(config: Any) -> object:

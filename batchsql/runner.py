@@ -460,7 +460,7 @@ class EnrichmentRun:
                     f"{requests.dead:,} dead + {requests.claimed:,} in progress + "
                     f"{requests.waiting:,} waiting"
                 )
-            tries, _ = self.context.ledger.count_attempts(self.run_id)
+            tries = self.context.ledger.count_attempts(self.run_id)
             if tries != self.counts.requests_sent:
                 problems.append(
                     f"{self.counts.requests_sent:,} tries were made, {tries:,} are recorded"

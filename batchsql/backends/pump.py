@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -33,9 +34,9 @@ def pump(
     completion.
 
     Once ``stop`` is set nothing more is taken, and the generator yields what has already finished
-    and ends without waiting for the rest. An exception in ``ask`` ends it too and is raised here.
-    However it ends, also when the caller closes it early, ``close`` is called once: it breaks off
-    what is still running and frees what the workers hold.
+    and ends without waiting for the rest. An exception in ``ask`` ends it too: it is raised here,
+    once what else has finished is yielded. However it ends, also when the caller closes it early,
+    ``close`` is called once: it breaks off what is still running and frees what the workers hold.
 
     The threads are daemons: an executor's would be waited for at interpreter exit, which an
     answer still being written could hold up for minutes.
@@ -87,6 +88,7 @@ def pump(
                 continue
             in_flight -= 1
             if isinstance(result, Exception):
+                yield from _finished(done)  # those answers may be paid for
                 raise result
             finished = result
     finally:
@@ -94,3 +96,12 @@ def pump(
         for _ in range(threads):
             todo.put(None)
         close()
+
+
+def _finished(done: queue.SimpleQueue[_Result]) -> Iterator[Completion]:
+    """Yield the completions that are there already, whatever else failed."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            result = done.get_nowait()
+            if isinstance(result, Completion):
+                yield result

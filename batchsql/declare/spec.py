@@ -260,9 +260,9 @@ def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, li
     except UnicodeDecodeError:
         return "", None, [Mistake(f"prompt {value}", "is not UTF-8 text; save it as UTF-8")]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        reason = f"there is no file {value!r} in the project {root.name}"
+        reason = f"there is no file {value!r:.80} in the project {root.name}"
     except (OSError, ValueError) as error:  # a text that is too long for a path, for example
-        reason = f"cannot read a file {value!r} ({getattr(error, 'strerror', None) or error})"
+        reason = f"cannot read a file {value!r:.80} ({getattr(error, 'strerror', None) or error})"
     hint = "; in a YAML file dbt renders {{ column }} to nothing, so write the prompt as a file"
     return "", None, [Mistake("prompt", f"{reason}{hint if ' ' in value else ''}")]
 

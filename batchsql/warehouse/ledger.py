@@ -350,11 +350,12 @@ class Ledger(LedgerTables):
             warehouse.insert_new(
                 self.names["claims"],
                 ("request_key", "shard_id", "epoch", "claimed_at"),
+                # Materialized, or DuckDB hashes all results to look up the few of a window.
                 self.sql(
+                    "with t as materialized (select request_key from {todo} where "
+                    f"position > {int(after)} and position <= {int(last)}) "
                     f"select t.request_key, '{shard_id}'::uuid as shard_id, 1 as epoch, "
-                    f"{{clock}} as claimed_at from {{todo}} t where t.position > {int(after)} "
-                    "and t.position <= "
-                    f"{int(last)} and {_OPEN}"
+                    f"{{clock}} as claimed_at from t where {_OPEN}"
                 ),
             )
             if warehouse.has_foreign_writers:
@@ -607,16 +608,16 @@ class Ledger(LedgerTables):
                 [*counts.values(), state, error, run_id],
             )
 
-    def count_attempts(self, run_id: str) -> tuple[int, int]:
-        """Return the tries recorded for a run and how many of them gave an answer."""
+    def count_attempts(self, run_id: str) -> int:
+        """Return how many tries are recorded for a run."""
         rows = self.warehouse.fetch(
             self.sql(
-                "select count(*), coalesce(sum(case when outcome = 'ok' then 1 else 0 end), 0) "
-                "from {attempts} where run_id = ?::uuid and outcome not in ('borrowed', 'replayed')"
+                "select count(*) from {attempts} where run_id = ?::uuid "
+                "and outcome not in ('borrowed', 'replayed')"
             ),
             [run_id],
         )
-        return int(rows[0][0]), int(rows[0][1])
+        return int(rows[0][0])
 
     def count_requests(self, spec_version: str) -> RequestCounts:
         """Count the requests of a spec by where they stand, each state by a query of its own."""

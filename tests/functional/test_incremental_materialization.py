@@ -70,6 +70,18 @@ def test_older_rows_get_their_answers_though_the_select_skips_them(project: Proj
     assert table(project) == [(n, "ok") for n in range(2, 9)]
 
 
+def test_model_that_is_not_incremental_keeps_all_rows(project: Project) -> None:
+    project.model("tickets", rows_sql(tickets(3)))
+    project.model("labels", NEW_TICKETS, llm={})
+    assert run(project) == 3
+    assert run(project) == 0
+    assert table(project) == [(n, "ok") for n in (1, 2, 3)]
+    # Where it is declared does not matter: here it comes from one run's vars.
+    project.model("tickets", rows_sql(tickets(4)))
+    assert run(project, "--vars", "{batchsql: {incremental: true}}") == 1
+    assert table(project) == [(n, "ok") for n in (1, 2, 3, 4)]
+
+
 def test_replayed_rows_come_back_by_themselves(project: Project) -> None:
     target = project.target
     project.model("tickets", rows_sql([*tickets(2), {"id": 3, "body": "@invalid"}]))

@@ -126,6 +126,25 @@ def test_pump_raises_what_a_call_raised_and_closes() -> None:
     assert closed == [True]
 
 
+def test_pump_yields_what_else_has_finished_before_it_raises() -> None:
+    asked = threading.Semaphore(0)
+
+    def ask(request: Request) -> Completion:
+        asked.release()
+        if request.request_key == "1":
+            raise RuntimeError("broken")
+        return answer(request)
+
+    stream = pump(requests(4), ask, 1, threading.Event())
+    assert next(stream).request_key == "0"
+    for _ in range(4):  # the only worker is past the first three when it asks the fourth
+        assert asked.acquire(timeout=10)
+    rest = []
+    with pytest.raises(RuntimeError, match="broken"):
+        rest.extend(completion.request_key for completion in stream)
+    assert "2" in rest
+
+
 def test_pump_raises_what_the_source_raised_and_closes() -> None:
     closed: list[bool] = []
 
