@@ -7,13 +7,14 @@ stays in this module. Nothing heavy is imported before a project is seen to have
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dbt.adapters.base.impl import BaseAdapter
 from dbt.adapters.contracts.connection import AdapterResponse
@@ -46,7 +47,8 @@ STOP = threading.Event()
 """Set when the process is asked to stop, so that runs in dbt's worker threads end by themselves."""
 
 _logger = AdapterLogger("batchsql")  # for the log file; what people read is a dbt note
-_runs: dict[str, _OpenRun] = {}
+_runs: dict[str, _OpenRun] = {}  # between their two calls
+_open_runs: set[str] = set()  # those whose model may be answering now
 
 
 @dataclass
@@ -93,6 +95,7 @@ class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
             for adapter in _all_adapters(BaseAdapter):
                 adapter._available_ = adapter._available_ | {name}
                 adapter._parse_replacements_[name] = _nothing_at_parse
+        _listen_for_stop()
 
     @dbt_hook  # type: ignore[untyped-decorator]
     def get_manifest_artifacts(self, manifest: Any) -> dict[str, Any]:
@@ -100,7 +103,6 @@ class BatchsqlPlugin(dbtPlugin):  # type: ignore[misc]
         nodes = [node for node in manifest.nodes.values() if is_llm_model(node)]
         if nodes:
             _check_declarations(nodes, get_adapter_by_type(manifest.metadata.adapter_type).config)
-            _listen_for_stop()
         return {}
 
 
@@ -195,7 +197,11 @@ class InterruptedRunError(DbtRuntimeError, KeyboardInterrupt):  # type: ignore[m
 
 
 def _listen_for_stop() -> None:
-    """Let Ctrl-C and SIGTERM reach runs in worker threads, then go on as before."""
+    """Let Ctrl-C and SIGTERM reach runs in worker threads.
+
+    While no run is open, for example after dbt has returned to a program that called it, a signal
+    does what it did before.
+    """
     STOP.clear()
     if threading.current_thread() is not threading.main_thread():
         return
@@ -205,17 +211,25 @@ def _listen_for_stop() -> None:
             continue
 
         def handle(signum: int, frame: Any, before: Any = before) -> None:
-            STOP.set()
-            if callable(before) and before is not signal.default_int_handler:
+            if _open_runs:
+                STOP.set()
+                if not callable(before) or before is signal.default_int_handler:
+                    _interrupt()
+            if callable(before):
                 before(signum, frame)
-            # With --single-threaded a node would catch an ordinary error, and the next one start.
-            elif get_flags().SINGLE_THREADED:
-                raise KeyboardInterrupt
-            else:
-                raise InterruptedRunError("interrupted; what was answered until now is kept")
+            elif before == signal.SIG_DFL:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
 
         handle.is_batchsql = True  # type: ignore[attr-defined]
         signal.signal(number, handle)
+
+
+def _interrupt() -> NoReturn:
+    # With --single-threaded a node would catch an ordinary error, and the next one start.
+    if get_flags().SINGLE_THREADED:
+        raise KeyboardInterrupt
+    raise InterruptedRunError("interrupted; what was answered until now is kept")
 
 
 # --- the adapter's methods ------------------------------------------------------------------------
@@ -260,9 +274,10 @@ def _enrich(
             if is_empty:
                 run.check(select_sql)
                 close()
-                return {
-                    "run_id": None, "sql": run.empty_sql(select_sql), "incremental": is_incremental
-                }  # fmt: skip
+                # Rows written into the SELECT itself would be merged over answered ones.
+                nothing = " where 1 = 0" if is_incremental else ""
+                empty_sql = f"select * from (\n{run.empty_sql(select_sql)}\n) e{nothing}"
+                return {"run_id": None, "sql": empty_sql, "incremental": is_incremental}
             run_enrichment(run, select_sql, existing.render() if is_incremental else None)
         except BaseException:
             close()
@@ -274,6 +289,7 @@ def _enrich(
 def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> None:
     """Take a run from the SELECT to answers that add up; on any error close it and say why."""
     source = run.context.source
+    _open_runs.add(run.run_id)
     try:
         run.prepare(select_sql, target)
         run.record()
@@ -294,6 +310,8 @@ def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> N
         with contextlib.suppress(Exception):
             run.finish(str(error) or type(error).__name__)
         raise
+    finally:
+        _open_runs.discard(run.run_id)
 
 
 def _build(self: Any, run_id: str | None, builder: Callable[[], object]) -> object:

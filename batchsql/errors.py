@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,14 @@ class Mistake:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
+
+
+def show_value(name: str, value: object) -> str:
+    """Write a value for a message: cut where it is long, left out where the name says secret."""
+    if re.search(r"api_?key|secret|password|credential|token$", name, re.IGNORECASE):
+        return "a value that is not shown"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 class SpecError(BatchsqlError):

@@ -37,6 +37,7 @@ from batchsql.declare.spec import Declaration, check_columns
 from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError
 from batchsql.progress import PROGRESS_SECONDS, Progress
 from batchsql.shipping import Shipper
+from batchsql.validate.structure import safe_text
 from batchsql.warehouse.base import (
     Column,
     ColumnSql,
@@ -271,7 +272,7 @@ class EnrichmentRun:
         )
         if repeated:
             shown = "; ".join(
-                f"{', '.join(str(value) for value in row[:-1])} ({row[-1]} times)"
+                f"{', '.join(safe_text(str(value), 100) for value in row[:-1])} ({row[-1]} times)"
                 for row in repeated
             )
             raise DataError(
@@ -351,7 +352,7 @@ class EnrichmentRun:
             try:
                 suffix = messages_json(bound.render_suffix(row))
             except RenderError as error:
-                where = f" for the row {shown}" if shown else ""
+                where = f" for the row {safe_text(shown, 200)}" if shown else ""
                 raise DataError(
                     f"{self.declaration.subject}: the prompt cannot be rendered{where}: {error}; "
                     "mend the template or the row, nothing was sent"
@@ -519,9 +520,11 @@ class EnrichmentRun:
         dialect = self.context.dialect
         text = "varchar" if dialect.name == "duckdb" else "text"
         columns = [f"b.{self._quote(column.name)}" for column in self.columns]
+        # Two outputs never differ only in case, so the YAML file may write them in any.
+        types = {name.casefold(): kind for name, kind in self.context.column_types.items()}
         for output in self.declaration.returns.visible:
             value = dialect.answer_sql(
-                answer, output.name, output.kind, self.context.column_types.get(output.name)
+                answer, output.name, output.kind, types.get(output.name.casefold())
             )
             columns.append(f"{value} as {self._quote(output.name)}")
         columns.append(f"cast({status} as {text}) as {STATUS_COLUMN}")

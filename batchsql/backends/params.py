@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchsql.errors import Mistake
+from batchsql.errors import Mistake, show_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,13 @@ def check_values(values: Mapping[str, Any], accepted: Params, where: str) -> lis
     for name, value in values.items():
         if name not in accepted:
             known = ", ".join(sorted(accepted))
-            message = f"got {value!r:.80}, but nothing of that name is known; accepted: {known}"
+            message = (
+                f"got {show_value(name, value)}, but nothing of that name is known; "
+                f"accepted: {known}"
+            )
             mistakes.append(Mistake(f"{where}.{name}", message))
         elif not accepted[name].accepts(value):
-            message = f"got {value!r:.80}; accepted: {accepted[name]}"
+            message = f"got {show_value(name, value)}; accepted: {accepted[name]}"
             mistakes.append(Mistake(f"{where}.{name}", message))
     return mistakes
 

@@ -23,7 +23,7 @@ from batchsql.declare.prompt import (
     parse_prompt,
 )
 from batchsql.declare.returns import Returns, parse_returns
-from batchsql.errors import Mistake, SpecError
+from batchsql.errors import Mistake, SpecError, show_value
 from batchsql.types import ModelRef
 
 CheckModel = Callable[[ModelRef, Mapping[str, Any], Mapping[str, Any]], list[Mistake]]
@@ -224,16 +224,15 @@ def _explain(error: ValidationError, merged: Mapping[str, Any]) -> list[Mistake]
     accepted = sorted(LlmConfig.model_fields)
     for problem in error.errors():
         key = str(problem["loc"][0])
+        shown = show_value(key, merged.get(key))
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, accepted, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            message = (
-                f"unknown key with value {merged[key]!r}; {hint}accepted: {', '.join(accepted)}"
-            )
+            message = f"unknown key with value {shown}; {hint}accepted: {', '.join(accepted)}"
         elif problem["type"] == "missing":
             message = f"is missing; give {_EXPLAINED[key]}"
         else:
-            message = f"got {merged[key]!r}; wanted is {_EXPLAINED.get(key, problem['msg'])}"
+            message = f"got {shown}; wanted is {_EXPLAINED.get(key, problem['msg'])}"
         mistakes.setdefault(key, Mistake(key, message))
     return list(mistakes.values())
 

@@ -206,7 +206,7 @@ class Ledger(LedgerTables):
         for other in others:
             other.check_lendable()
             found.append(
-                f"exists (select 1 from {other.relation('results')} r where "
+                f"exists (select 1 from {_braced(other.relation('results'))} r where "
                 "r.request_key = t.request_key and r.state = 'accepted')"
             )
         if not found:
@@ -238,7 +238,7 @@ class Ledger(LedgerTables):
             LedgerVersionError: a newer batchsql wrote it.
         """
         other.check_lendable()
-        theirs = other.relation("results")
+        theirs = _braced(other.relation("results"))
         warehouse = self.warehouse
         with warehouse.transaction():
             warehouse.execute(self.sql("drop table if exists {borrowed}"))
@@ -650,6 +650,11 @@ _OPEN = (
     "not exists (select 1 from {dead_letters} d where d.request_key = t.request_key)"
 )
 _ITEM_FAILURES = ", ".join(f"'{outcome.value}'" for outcome in Outcome if outcome.is_item_failure)
+
+
+def _braced(name: str) -> str:
+    """Keep the braces of a name through ``LedgerTables.sql``."""
+    return name.replace("{", "{{").replace("}", "}}")
 
 
 def parse_messages(text: str) -> tuple[Message, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.lean import wait_for
-from tests.support.project import Project
+from tests.support.project import ROOT, Project
 
 ROWS = 10
 ANSWERED = 6
@@ -58,3 +60,19 @@ def test_signal_stops_dbt_and_keeps_what_was_answered(
     assert target.query("select llm_status, count(*) from {schema}.labels group by 1") == [
         ("ok", ROWS)
     ]
+
+
+@pytest.mark.parametrize("target", ["duckdb"], indirect=True)
+def test_signal_after_dbt_has_returned_does_what_it_did_before(project: Project) -> None:
+    # A program that calls dbt, such as a scheduler, must still be ended by SIGTERM.
+    project.model("labels", "select 1 as id, 'one' as body", llm={})
+    host = (
+        "import os, signal, sys; from tests.support import dbt_main; code = dbt_main.main(); "
+        "print('dbt ended with', code, flush=True); os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", host, "run", *project._flags()],
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert "dbt ended with 0" in done.stdout, done.stdout
+    assert done.returncode == -signal.SIGTERM

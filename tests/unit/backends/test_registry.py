@@ -77,3 +77,10 @@ def test_wrong_engine_option_is_a_mistake() -> None:
     (mistake,) = registry.check_model(LOCAL, {}, {"slot": 2})
     assert mistake.where == "engine.slot"
     assert "slots" in mistake.message
+
+
+def test_secret_in_a_wrong_place_is_not_shown() -> None:
+    (mistake,) = registry.check_model(LOCAL, {}, {"api_key": "sk-planted"})
+    assert "sk-planted" not in mistake.message
+    (mistake,) = registry.check_model(LOCAL, {"max_tokens": 0}, {})
+    assert "got 0;" in mistake.message
