@@ -245,7 +245,7 @@ def strict_mistakes(schema: Mapping[str, Any]) -> Iterator[str]:
 def _node_mistakes(node: Mapping[str, Any], where: str, depth: int) -> Iterator[str]:
     for keyword in sorted(_FORBIDDEN & set(node)):
         yield f"{where}'{keyword}' is not permitted."
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH and ("properties" in node or "items" in node):
         yield f"{where}the schema is nested more than {MAX_DEPTH} levels deep."
     if "properties" in node or _has_type(node, "object"):
         if node.get("additionalProperties") is not False:
