@@ -842,7 +842,8 @@ def emulate(
     rules = [rule for option in misbehave for rule in read_rules(option)]
     openai, anthropic = read_limits(limits)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     with Emulator(
         port=port, rules=rules, speed=speed, latency_seconds=latency, models=models,
         openai=openai, anthropic=anthropic, on_call=tell if log else None,
@@ -855,8 +856,7 @@ def emulate(
         say(f"Bring all batches to their end: curl -d '{{\"stage\": \"end\"}}' "
             f"{server.url}/_emulate/advance")  # fmt: skip
         say("Ctrl-C ends it.")
-        with contextlib.suppress(KeyboardInterrupt):
-            stop.wait()
+        stop.wait()
     bill = server.bill
     say(
         f"Would have been billed: {_number(len(bill.charges), 'answer')}, of which "

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 Maker = Callable[[random.Random, int], Any]
 
 CHARACTERS_PER_TOKEN = 4
@@ -59,7 +61,7 @@ class SchemaAnswers:
         maker = self._makers.get(schema_bytes)
         if maker is None:
             maker = self._makers[schema_bytes] = _Compiler(schema).compile(schema)
-        return json.dumps(maker(random.Random(seed), 0), ensure_ascii=False)  # noqa: S311
+        return orjson.dumps(maker(random.Random(seed), 0)).decode()  # noqa: S311
 
 
 class _Compiler:

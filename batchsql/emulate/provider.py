@@ -5,6 +5,7 @@ A provider is one module with one class that satisfies ``Provider``; ``server.py
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from batchsql.emulate.timeline import Clock, Durations, Timeline
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_RUN, _NUMBERS = secrets.token_hex(8), itertools.count()
 _DATED = re.compile(r"(.+?)-(\d{8}|\d{4}-\d{2}-\d{2})")
 
 
@@ -234,7 +236,7 @@ def find_snapshot(models: Mapping[str, str], model: str) -> str | None:
 
 def new_id(prefix: str) -> str:
     """Return an id that no other object has, also across restarts."""
-    return prefix + secrets.token_hex(16)
+    return f"{prefix}{_RUN}{next(_NUMBERS):012x}"
 
 
 def read_json(content: bytes) -> Any:
