@@ -183,7 +183,7 @@ class Anthropic:
         is_refusal = given.finish in ("refusal", "content_filter")
         stop = {"stop": "end_turn", "length": "max_tokens"}.get(given.finish, "refusal")
         return {
-            "id": f"msg_{given.body_hash[:24]}",
+            "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": snapshot,
@@ -337,6 +337,10 @@ class Anthropic:
         counts.update(batch.counts if batch.has_ended else {"processing": len(batch.requests)})
         status = "ended" if batch.has_ended else "canceling" if line.is_cancelled else "in_progress"
         root = request.path[: request.path.index("/v1/messages")]
+        # Another origin, though the same server, so that it can be seen what is sent there.
+        host = request.host
+        if batch.is_met_by(Behaviour.FOREIGN_URL):
+            host = host.replace("127.0.0.1", "localhost")
         has_results = batch.has_ended and not is_archived
         return {
             "id": batch.id,
@@ -353,7 +357,7 @@ class Anthropic:
                 _stamp(line.created_at + RESULTS_KEPT_SECONDS) if is_archived else None
             ),
             "results_url": (
-                f"{request.scheme}://{request.host}{root}/v1/messages/batches/{batch.id}/results"
+                f"{request.scheme}://{host}{root}/v1/messages/batches/{batch.id}/results"
                 if has_results
                 else None
             ),
@@ -408,7 +412,7 @@ class Anthropic:
         if batch.is_met_by(Behaviour.SHUFFLE):
             random.Random(batch.id).shuffle(batch.results)  # noqa: S311 - an order, no secret
         batch.content = b"".join(each + b"\n" for each in batch.results)
-        batch.results = []
+        batch.requests, batch.results = [], []
 
 
 def _read_body(content: bytes) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import orjson
 
 def hash_content(content: object) -> str:
     """Return a digest of a JSON value that does not depend on the order of its keys."""
-    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    encoded = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class _Batch:
     content: bytes
     is_validated: bool = False
     lines: list[bytes] = field(default_factory=list)
+    total: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
     failed_at: float | None = None
     model: str | None = None
@@ -264,7 +265,7 @@ class OpenAI:
         charge(world, self.name, question, given, input_tokens=tokens, cached_tokens=cached)
         is_refusal = given.finish == "refusal"
         return {
-            "id": f"chatcmpl-{given.body_hash[:24]}",
+            "id": new_id("chatcmpl-"),
             "object": "chat.completion",
             "created": int(world.clock.now()),
             "model": snapshot,
@@ -469,7 +470,7 @@ class OpenAI:
             "expires_at": int(line.created_at) + WINDOW_SECONDS,
             **stamps,
             "request_counts": {
-                "total": len(batch.lines),
+                "total": batch.total,
                 "completed": batch.completed,
                 "failed": batch.done - batch.completed,
             },
@@ -503,7 +504,7 @@ class OpenAI:
             self._validate(batch)
             if batch.failed_at is not None:
                 return
-        target = int(len(batch.lines) * batch.timeline.share)
+        target = int(batch.total * batch.timeline.share)
         for number in range(batch.done, target):
             self._run_line(batch, number)
         batch.done = max(batch.done, target)
@@ -544,7 +545,7 @@ class OpenAI:
             batch.errors = errors
             batch.failed_at = batch.timeline.at(Phase.PROCESSING)
         else:
-            batch.lines = lines
+            batch.lines, batch.total = lines, len(lines)
             batch.model = find_snapshot(self._models, model or "")
         batch.content = b""
 
@@ -682,7 +683,7 @@ class OpenAI:
             source.shuffle(batch.outputs)
         batch.output_file_id = self._write(batch, "output", batch.outputs)
         batch.error_file_id = self._write(batch, "error", batch.failures)
-        batch.outputs, batch.failures = [], []
+        batch.lines, batch.outputs, batch.failures = [], [], []
         batch.is_closed = True
 
     def _write(self, batch: _Batch, kind: str, lines: list[bytes]) -> str | None:

@@ -37,6 +37,8 @@ class Behaviour(str, Enum):
     LOST_REPLY = "lost_reply"
     SLOW = "slow"
     TRUNCATE = "truncate"
+    BAD_GATEWAY = "bad_gateway"
+    REDIRECT = "redirect"
 
     EXPIRE = "expire"
     FAIL_VALIDATION = "fail_validation"
@@ -44,6 +46,7 @@ class Behaviour(str, Enum):
     SHUFFLE = "shuffle"
     ERRORS_ONLY = "errors_only"
     CANCEL_HANGS = "cancel_hangs"
+    FOREIGN_URL = "foreign_url"
 
     REFUSAL = "refusal"
     LENGTH = "length"
@@ -64,19 +67,23 @@ class Behaviour(str, Enum):
         return _MOMENTS[self]
 
 
-_ORDER = list(Behaviour)
-_MOMENTS = {
-    each: (
-        Moment.REQUEST
-        if _ORDER.index(each) < _ORDER.index(Behaviour.EXPIRE)
-        else Moment.BATCH
-        if _ORDER.index(each) < _ORDER.index(Behaviour.REFUSAL)
-        else Moment.ANSWER
-        if _ORDER.index(each) < _ORDER.index(Behaviour.MISSING)
-        else Moment.RESULT
-    )
-    for each in _ORDER
-}
+_BY_MOMENT = {
+    Moment.REQUEST: (
+        Behaviour.RATE_LIMIT, Behaviour.SERVER_ERROR, Behaviour.UNAVAILABLE, Behaviour.OVERLOADED,
+        Behaviour.BAD_KEY, Behaviour.NO_CREDIT, Behaviour.DROP, Behaviour.LOST_REPLY,
+        Behaviour.SLOW, Behaviour.TRUNCATE, Behaviour.BAD_GATEWAY, Behaviour.REDIRECT,
+    ),
+    Moment.BATCH: (
+        Behaviour.EXPIRE, Behaviour.FAIL_VALIDATION, Behaviour.QUEUE_FULL, Behaviour.SHUFFLE,
+        Behaviour.ERRORS_ONLY, Behaviour.CANCEL_HANGS, Behaviour.FOREIGN_URL,
+    ),
+    Moment.ANSWER: (
+        Behaviour.REFUSAL, Behaviour.LENGTH, Behaviour.CONTENT_FILTER, Behaviour.EMPTY,
+        Behaviour.INVALID_JSON, Behaviour.WRONG_SHAPE, Behaviour.REJECTED, Behaviour.TOO_LONG,
+    ),
+    Moment.RESULT: (Behaviour.MISSING, Behaviour.DUPLICATE, Behaviour.ERROR_IN_OUTPUT),
+}  # fmt: skip
+_MOMENTS = {behaviour: moment for moment, group in _BY_MOMENT.items() for behaviour in group}
 
 
 class Rule(BaseModel):

@@ -156,7 +156,7 @@ class Emulator:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", self._port)
+            site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=1024)
             await site.start()
             self._port = runner.addresses[0][1]
             ready.set()
@@ -324,8 +324,10 @@ class Emulator:
                 if script.has_rules(Moment.REQUEST):
                     texts = _texts(provider, request, content)
                     rule = script.meet(Moment.REQUEST, operation.name, texts)
-            if rule is not None and rule.behaviour is Behaviour.DROP:
-                return web.Response(), rule
+            if rule is not None and rule.behaviour is Behaviour.REDIRECT and _is_away(request):
+                rule = None
+            if rule is not None and rule.behaviour in _CANNED:
+                return _CANNED[rule.behaviour](request), rule
             if rule is not None and rule.behaviour not in (
                 Behaviour.LOST_REPLY, Behaviour.SLOW, Behaviour.TRUNCATE,
             ):  # fmt: skip
@@ -454,6 +456,31 @@ def _hang_up(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response()
+
+
+def _bad_gateway(request: web.Request) -> web.Response:
+    """Reply as a proxy does that stands before the provider: not in the provider's shape."""
+    text = "<html><head><title>502 Bad Gateway</title></head><body>502 Bad Gateway</body></html>"
+    return web.Response(status=502, text=text, content_type="text/html")
+
+
+def _is_away(request: web.Request) -> bool:
+    """Return whether a request has come to the server by its other name."""
+    return request.host.startswith("localhost")
+
+
+def _redirect(request: web.Request) -> web.Response:
+    """Send the client to another origin, which is this server by another name."""
+    host = request.host.replace("127.0.0.1", "localhost")
+    location = f"{request.scheme}://{host}{request.rel_url}"
+    return web.Response(status=307, headers={"location": location})
+
+
+_CANNED: Mapping[Behaviour, Callable[[web.Request], web.Response]] = {
+    Behaviour.DROP: lambda request: web.Response(),
+    Behaviour.BAD_GATEWAY: _bad_gateway,
+    Behaviour.REDIRECT: _redirect,
+}
 
 
 async def _send_part(

@@ -548,3 +548,17 @@ def test_slow_reply_is_held_until_released(emulator: Emulator, client: anthropic
         assert not waiting.done()
         emulator.release()
         assert waiting.result(timeout=10).stop_reason == "end_turn"
+
+
+def test_results_url_of_another_origin_is_served_and_shows_what_was_sent_there(
+    emulator: Emulator, client: anthropic.Anthropic
+) -> None:
+    emulator.misbehave(Rule(behaviour="foreign_url"))
+    batch = submit(client, ["a"])
+    emulator.finish()
+    url = client.messages.batches.retrieve(batch.id).results_url
+    assert url is not None
+    assert url.startswith("http://localhost:")
+    assert httpx2.get(url).status_code == 401
+    call = emulator.calls[-1]
+    assert (call.operation, call.authorization) == ("anthropic.batches.results", None)

@@ -263,6 +263,7 @@ def test_unknown_path_and_broken_json_are_told_in_openais_shape(emulator: Emulat
         (Rule(behaviour="server_error"), openai.InternalServerError, 500),
         (Rule(behaviour="unavailable"), openai.InternalServerError, 503),
         (Rule(behaviour="overloaded"), openai.InternalServerError, 529),
+        (Rule(behaviour="bad_gateway"), openai.InternalServerError, 502),
         (Rule(behaviour="rejected", status=422), openai.UnprocessableEntityError, 422),
         (Rule(behaviour="too_long"), openai.BadRequestError, 400),
     ],
@@ -280,6 +281,18 @@ def test_error_on_demand_is_not_billed_and_the_next_request_is_answered(
     assert raised.value.response.headers.get("retry-after") == expected
     assert emulator.bill.charges == []
     assert ask(client).choices[0].finish_reason == "stop"
+
+
+def test_redirect_leads_to_another_origin_of_the_same_server(
+    emulator: Emulator, client: openai.OpenAI
+) -> None:
+    emulator.misbehave(Rule(behaviour="redirect"))
+    headers = {"authorization": "Bearer secret"}
+    url = f"{emulator.openai_base_url}/batches"
+    reply = httpx2.get(url, headers=headers)
+    assert reply.status_code == 307
+    assert reply.headers["location"] == url.replace("127.0.0.1", "localhost")
+    assert httpx2.get(reply.headers["location"], headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(("behaviour", "billed"), [("drop", 0), ("lost_reply", 1)])
