@@ -240,12 +240,15 @@ class Gate:
         self._is_first_climb = True
         self._halved_at = 0.0
         self._paused_until = 0.0
-        self._entered_at = 0.0
+        self._next_at: dict[float, float] = {}
         self._waiting: deque[tuple[asyncio.Future[None], int, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self, cap: int, gap_seconds: float) -> None:
-        """Wait for a place: fewer than ``cap`` inside, ``gap_seconds`` after the one before."""
+        """Wait for a place: fewer than ``cap`` inside, and ``gap_seconds`` after the one before.
+
+        Those who ask for the same gap share it; it holds up nobody else.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, cap, gap_seconds))
         self._let_in()
@@ -287,24 +290,30 @@ class Gate:
 
     def _let_in(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting:
+        now = loop.time()
+        early: list[tuple[asyncio.Future[None], int, float]] = []
+        wake_at = self._paused_until
+        while self._waiting and now >= self._paused_until:
             turn, cap, gap_seconds = self._waiting[0]
             if turn.done():  # cancelled
                 self._waiting.popleft()
                 continue
             if self.in_flight >= min(int(self.places), cap):
-                return
-            now = loop.time()
-            ready_at = max(self._paused_until, self._entered_at + gap_seconds)
-            if ready_at > now:
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._timer = loop.call_at(ready_at, self._let_in)
-                return
+                break
             self._waiting.popleft()
+            ready_at = self._next_at.get(gap_seconds, 0.0)
+            if gap_seconds and ready_at > now:
+                early.append((turn, cap, gap_seconds))
+                wake_at = min(wake_at, ready_at) if wake_at > now else ready_at
+                continue
+            self._next_at[gap_seconds] = now + gap_seconds
             self.in_flight += 1
-            self._entered_at = now
             turn.set_result(None)
+        self._waiting.extendleft(reversed(early))
+        if self._waiting and wake_at > now:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(wake_at, self._let_in)
 
 
 @dataclass
@@ -479,7 +488,7 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 def failure_by_status(reply: ErrorReply) -> Failure:
     """Return what a status says about a request, where the provider's module knows no better."""
     status = reply.status
-    said = f"status {status}: {reply.message}"
+    said = f"status {status}: {reply.message.rstrip('.')}"
     if status in _TRANSIENT_STATUSES or status >= 500:
         return Failure(
             Outcome.TRANSIENT,

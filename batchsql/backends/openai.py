@@ -85,6 +85,9 @@ _MOVED_IF_TUNED = _MOVED | {
     "format",
 }
 _TUNED_PREFIX = "ft:"
+# These models think before they answer, and their limit counts both.
+_THINKS = re.compile(r"(ft:)?(o\d|gpt-([5-9]|[1-9]\d))")
+_THINKING_TOKENS = 8192
 
 
 def check_openai(engine: Mapping[str, Any]) -> list[Mistake]:
@@ -251,14 +254,17 @@ def fixed_body(call: Call, *, is_compatible: bool) -> dict[str, Any]:
     """Return what the bodies of all requests of a call have in common."""
     limit_name = "max_tokens" if is_compatible else "max_completion_tokens"
     schema: Mapping[str, Any] = call.schema
+    max_tokens = call.max_tokens
     if not is_compatible:
+        if "max_tokens" not in call.params and _THINKS.match(call.model.name):
+            max_tokens += _THINKING_TOKENS
         is_tuned = call.model.name.startswith(_TUNED_PREFIX)
         moved = _MOVED_IF_TUNED if is_tuned else _MOVED
         schema = wire_schema(schema, lambda key, _: key in moved, all_required=True)
     return {
         **{name: value for name, value in call.params.items() if name != "max_tokens"},
         "model": call.model.name,
-        limit_name: call.max_tokens,
+        limit_name: max_tokens,
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "answer", "strict": True, "schema": schema},

@@ -9,7 +9,7 @@ import pytest
 
 from batchsql.backends import anthropic, openai, registry
 from batchsql.errors import SystemicError
-from batchsql.types import FinishReason, ModelRef, Outcome
+from batchsql.types import Call, FinishReason, ModelRef, Outcome
 from batchsql.validate.structure import AnswerValidator
 from tests.contract.base_online import GOOD, BaseOnline, parsed
 from tests.support.online_server import OnlineServer, Reply
@@ -130,10 +130,26 @@ class TestOpenAI(ChatWire):
         assert '"place":{"city":"b","note":null}' in verdict.answer
 
     def test_a_fine_tuned_model_gets_no_bounds(self) -> None:
-        call = openai.Call(ModelRef("openai", "ft:x"), {}, parsed(NESTED).object_schema(), 9)
+        call = Call(ModelRef("openai", "ft:x"), {}, parsed(NESTED).object_schema(), 9)
         body = openai.fixed_body(call, is_compatible=False)
         score = body["response_format"]["json_schema"]["schema"]["properties"]["score"]
         assert score == {"type": "integer", "description": "minimum: 1; maximum: 5"}
+
+    @pytest.mark.parametrize(
+        ("name", "params", "limit"),
+        [
+            ("gpt-4.1-mini", {}, 50),
+            ("gpt-5-mini", {}, 50 + 8192),
+            ("o4-mini", {}, 50 + 8192),
+            ("ft:gpt-5-mini:us", {}, 50 + 8192),
+            ("gpt-5-mini", {"max_tokens": 50}, 50),
+        ],
+    )
+    def test_a_model_that_thinks_has_room_for_it(
+        self, name: str, params: dict[str, Any], limit: int
+    ) -> None:
+        call = Call(ModelRef("openai", name), params, parsed(NESTED).object_schema(), 50)
+        assert openai.fixed_body(call, is_compatible=False)["max_completion_tokens"] == limit
 
     def test_the_own_origin_gets_the_default_key(
         self, server: OnlineServer, monkeypatch: pytest.MonkeyPatch

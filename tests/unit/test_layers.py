@@ -25,6 +25,7 @@ RANKS = {
 }  # fmt: skip
 SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},
+    {"backends.local", "backends.openai", "backends.anthropic"},
 ]
 
 
