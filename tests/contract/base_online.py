@@ -273,6 +273,9 @@ class BaseOnline:
         assert time.monotonic() - stopped_at[0] < 1
         thread.join()
         assert len(taken) <= online.START_CONCURRENCY + 2
+        assert online._shared is not None
+        gates = online._shared.gates.values()
+        assert [gate.in_flight for gate in gates] == [0], "nothing is left running"
 
     def test_nothing_finishing_yields_none(self, server: OnlineServer) -> None:
         server.hold = threading.Event()
