@@ -132,6 +132,23 @@ def test_marked_prefix_is_written_to_the_cache_then_read_until_it_expires(
     assert ask(client, "row 3", system=system).usage.cache_creation_input_tokens == written
 
 
+def test_longest_prefix_that_is_still_cached_is_read(
+    emulator: Emulator, client: anthropic.Anthropic
+) -> None:
+    system = [
+        {"type": "text", "text": "The rules. " * 600,
+         "cache_control": {"type": "ephemeral", "ttl": ttl}}
+        for ttl in ("5m", "1h")
+    ]  # fmt: skip
+    first = ask(client, "row 1", system=system).usage
+    halves = first.cache_creation
+    assert halves.ephemeral_5m_input_tokens == halves.ephemeral_1h_input_tokens > 1024
+    emulator.advance(6 * 60)
+    second = ask(client, "row 2", system=system).usage
+    assert second.cache_read_input_tokens == first.cache_creation_input_tokens
+    assert second.cache_creation_input_tokens == 0
+
+
 def test_unmarked_or_short_prefix_is_not_cached(client: anthropic.Anthropic) -> None:
     control = {"type": "ephemeral"}
     short = [{"type": "text", "text": "short", "cache_control": control}]

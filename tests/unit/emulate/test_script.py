@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from batchsql.emulate.bill import hash_content
 from batchsql.emulate.limits import read_limits
 from batchsql.emulate.script import Behaviour, Moment, Rule, Script, read_rules
 from batchsql.emulate.timeline import Clock, Durations, Phase, Timeline
@@ -90,3 +91,8 @@ def test_batch_spends_its_time_in_the_order_of_its_phases() -> None:
 def test_clock_does_not_go_back() -> None:
     with pytest.raises(ValueError, match="forward"):
         Clock().advance(-1)
+
+
+def test_content_hash_ignores_the_order_of_keys_only() -> None:
+    assert hash_content({"a": 1, "b": [1, 2]}) == hash_content({"b": [1, 2], "a": 1})
+    assert hash_content({"a": 1, "b": [1, 2]}) != hash_content({"a": 1, "b": [2, 1]})
