@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from batchsql.backends import online, registry
 from batchsql.declare.returns import Returns, parse_returns
-from batchsql.errors import SpecError, SystemicError
+from batchsql.errors import MissingExtraError, SpecError, SystemicError
 from batchsql.types import (
     Call,
     Completion,
@@ -383,6 +384,14 @@ class BaseOnline:
         mistakes = registry.check_model(self.model, {}, engine)
         assert [mistake.where for mistake in mistakes] == [f"engine.{option}"]
         assert KEY not in str(mistakes[0])
+
+    def test_a_missing_sdk_names_the_extra(
+        self, server: OnlineServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        extra = self.provider.partition("_")[0]
+        with pytest.raises(MissingExtraError, match=rf"batchsql\[{extra}\]"):
+            registry.open_backend(self.model, self.engine(server), Path())
 
     def test_the_endpoint_is_part_of_the_identity(self, server: OnlineServer) -> None:
         backend = registry.open_backend(self.model, self.engine(server), Path())
