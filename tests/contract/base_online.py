@@ -217,7 +217,7 @@ class BaseOnline:
         server.script["y"] = [self.error(500), self.error(500), self.good()]
         backend = registry.open_backend(self.model, self.engine(server), Path())
         call = Call(self.model, {}, parsed(LABEL).object_schema(), 50)
-        found = []
+        found: list[Completion | None] = []
         with pytest.raises(SystemicError):
             requests = iter([ask(1, "y"), ask(2, "x")])
             found.extend(backend.complete(requests, call, threading.Event()))
