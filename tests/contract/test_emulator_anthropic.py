@@ -54,7 +54,7 @@ def emulator() -> Iterator[Emulator]:
 
 def sdk(emulator: Emulator) -> anthropic.Anthropic:
     return anthropic.Anthropic(
-        base_url=emulator.anthropic_base_url, api_key="rehearsal", max_retries=0
+        base_url=emulator.anthropic_base_url, api_key="rehearsal", max_retries=0, timeout=20
     )
 
 

@@ -53,7 +53,11 @@ def emulator() -> Iterator[Emulator]:
 
 def sdk(emulator: Emulator, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=emulator.openai_base_url, api_key="rehearsal", max_retries=0, **options
+        base_url=emulator.openai_base_url,
+        api_key="rehearsal",
+        max_retries=0,
+        timeout=20,
+        **options,
     )
 
 
