@@ -402,8 +402,10 @@ class OpenAI:
             metadata=metadata, output_seconds=seconds, rule=rule,
             timeline=self._world.timeline(rule), content=source.content,
         )  # fmt: skip
-        reply = self._document(batch)  # before anything happens to it, as the provider does
         self._batches[batch.id] = batch
+        # However fast batches are, nothing has happened to this one when the provider replies.
+        late = ("finalizing_at", "completed_at")
+        reply = {**self._document(batch), "status": "validating", **dict.fromkeys(late)}
         return json_reply(reply)
 
     async def _list_batches(self, request: web.Request) -> web.Response:

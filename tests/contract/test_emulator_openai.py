@@ -475,6 +475,16 @@ def test_batch_moves_with_the_clock() -> None:
     assert statuses == ["validating", "in_progress", "finalizing", "completed"]
 
 
+def test_instant_batch_is_created_unfinished_and_found_completed() -> None:
+    with Emulator(speed=float("inf")) as emulator:
+        client = sdk(emulator)
+        batch = submit(client, [line("a")])
+        assert (batch.status, batch.completed_at) == ("validating", None)
+        batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed"
+        assert ids(read(client, batch.output_file_id)) == ["a"]
+
+
 def test_batch_and_online_agree_on_the_answer_and_the_bill_sees_both(
     emulator: Emulator, client: openai.OpenAI
 ) -> None:
