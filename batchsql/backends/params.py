@@ -14,10 +14,10 @@ from batchsql.errors import Mistake, show_value
 class Param:
     """One accepted value: its type and its range, both ends included.
 
-    ``texts`` is one text or a list of up to ``maximum`` of them, none empty.
+    ``text`` is one that is not empty; ``texts`` is one or a list of up to ``maximum`` of them.
     """
 
-    kind: Literal["integer", "number", "boolean", "texts"]
+    kind: Literal["integer", "number", "boolean", "text", "texts"]
     minimum: float | None = None
     maximum: float | None = None
 
@@ -25,6 +25,8 @@ class Param:
         """Return whether the value has the type and lies in the range."""
         if self.kind == "boolean":
             return isinstance(value, bool)
+        if self.kind == "text":
+            return isinstance(value, str) and bool(value.strip())
         if self.kind == "texts":
             texts = value if isinstance(value, (list, tuple)) else [value]
             fits = self.maximum is None or len(texts) <= self.maximum
@@ -40,6 +42,8 @@ class Param:
     def __str__(self) -> str:
         if self.kind == "boolean":
             return "true or false"
+        if self.kind == "text":
+            return "a text"
         if self.kind == "texts":
             most = "" if self.maximum is None else f" of at most {self.maximum:g}"
             return f"a text, or a list{most}"

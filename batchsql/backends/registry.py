@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchsql.backends import local
+from batchsql.backends import anthropic, local, openai
 from batchsql.backends.base import StreamBackend
+from batchsql.backends.endpoint import ONLINE_OPTIONS
 from batchsql.backends.params import Params, check_values
 from batchsql.errors import Mistake, SpecError
 from batchsql.types import ModelRef
 
 Opener = Callable[[ModelRef, Mapping[str, Any], Path], StreamBackend]
+CheckOptions = Callable[[Mapping[str, Any]], list[Mistake]]
+"""Looks at the engine options together, once each is known and of its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +24,19 @@ class _Provider:
     opener: Opener
     params: Params
     options: Params | None
+    check_options: CheckOptions = lambda engine: []
 
 
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
 _PROVIDERS: dict[str, _Provider] = {
-    "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS)
+    "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS),
+    "openai": _Provider(openai.open_openai, openai.PARAMS, ONLINE_OPTIONS, openai.check_openai),
+    "openai_compatible": _Provider(
+        openai.open_compatible, openai.COMPATIBLE_PARAMS, ONLINE_OPTIONS, openai.check_compatible
+    ),
+    "anthropic": _Provider(
+        anthropic.open_anthropic, anthropic.PARAMS, ONLINE_OPTIONS, anthropic.check_anthropic
+    ),
 }
 
 
@@ -52,7 +63,7 @@ def check_model(
     mistakes = check_values(params, provider.params, "params")
     if provider.options is not None:
         mistakes += check_values(engine, provider.options, "engine")
-    return mistakes
+    return mistakes + provider.check_options(engine)
 
 
 def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> StreamBackend:

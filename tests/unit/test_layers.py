@@ -15,7 +15,7 @@ RANKS = {
     "types": 0, "errors": 0, "version": 0,
     "declare": 1,
     "validate": 2,
-    "backends": 3, "warehouse": 3,
+    "backends": 3, "warehouse": 3, "emulate": 3,
     "context": 4, "progress": 4,
     "shipping": 5,
     "runner": 6,
@@ -25,6 +25,7 @@ RANKS = {
 }  # fmt: skip
 SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},
+    {"backends.local", "backends.openai", "backends.anthropic"},
 ]
 
 

@@ -1,0 +1,90 @@
+"""`batchsql emulate` as a user runs it, and its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from batchsql import cli
+from batchsql.emulate import AnthropicLimits, Behaviour, OpenAILimits
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
+
+
+def post(url: str, content: object) -> dict[str, object]:
+    request = urllib.request.Request(
+        url, json.dumps(content).encode(),
+        {"content-type": "application/json", "authorization": "Bearer rehearsal"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        result: dict[str, object] = json.load(reply)
+        return result
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_command_serves_until_it_is_stopped_and_tells_the_bill(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from batchsql.cli import main; main()", "emulate", "--log",
+         "--misbehave", "empty skip=1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        told = ""
+        for line in process.stdout:
+            told += line
+            if line.startswith("Ctrl-C"):
+                break
+        variables = dict(re.findall(r"export (\w+)=(\S+)", told))
+        assert set(variables) == {
+            "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+        }  # fmt: skip
+        question = {"model": "gpt-5-mini", "messages": [{"role": "user", "content": "hi"}]}
+        url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
+        contents = [post(url, question)["choices"][0]["message"]["content"] for _ in range(2)]  # type: ignore[index]
+        assert contents[0]
+        assert contents[1] == ""
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+    assert rest.count("openai.chat  POST /openai/v1/chat/completions  200") == 2
+    assert "Would have been billed: 2 answers, of which 1 to a question" in rest
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--misbehave", "explode"], "behaviour"),
+        (["--limit", "openai.nope=1"], "batch_requests"),
+        (["--speed", "0"], "above zero"),
+    ],
+)
+def test_wrong_option_is_refused(args: list[str], told: str) -> None:
+    result = CliRunner().invoke(cli.main, ["emulate", *args])
+    assert result.exit_code != 0
+    assert told in result.output
+
+
+@pytest.mark.parametrize("behaviour", [each.value for each in Behaviour])
+def test_page_describes_every_misbehaviour(behaviour: str) -> None:
+    assert f"| `{behaviour}` |" in PAGE
+
+
+@pytest.mark.parametrize("limits", [OpenAILimits, AnthropicLimits])
+def test_page_names_every_limit(limits: type) -> None:
+    provider = limits.__name__.removesuffix("Limits").lower()
+    for name in limits.__dataclass_fields__:  # type: ignore[attr-defined]
+        assert f"`{provider}.{name}`" in PAGE
