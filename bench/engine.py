@@ -69,7 +69,8 @@ def main() -> int:
             for number in range(first, first + n)
         )
         started = time.perf_counter()
-        completions = list(backend.complete(requests, call, threading.Event()))
+        stream = backend.complete(requests, call, threading.Event())
+        completions = [completion for completion in stream if completion is not None]
         seconds = time.perf_counter() - started
         assert len(completions) == n
         assert all(validator.check(c).outcome.value == "ok" for c in completions)
@@ -89,7 +90,7 @@ def main() -> int:
             rates[name].append(run(first, chunk))
             print(f"{name}: {rates[name][-1]:.2f} requests/s over {chunk}", flush=True)
     ratio = statistics.harmonic_mean(rates["backend"]) / statistics.harmonic_mean(rates["bare"])
-    print(f"ratio {ratio:.3f} (bar {BAR})")
+    print(f"engine: requests/s of the backend / of a bare loop: {ratio:.2f} (bar {BAR})")
     return 0 if ratio >= BAR else 1
 
 

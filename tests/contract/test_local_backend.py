@@ -49,7 +49,8 @@ def ask(number: int, text: str) -> Request:
 
 def complete(backend: StreamBackend, call: Call, *texts: str) -> list[Completion]:
     requests = [ask(number, text) for number, text in enumerate(texts)]
-    found = {c.request_key: c for c in backend.complete(iter(requests), call, threading.Event())}
+    stream = backend.complete(iter(requests), call, threading.Event())
+    found = {c.request_key: c for c in stream if c is not None}
     return [found[request.request_key] for request in requests]
 
 
