@@ -23,7 +23,7 @@ DBT = Path(sys.executable).with_name("dbt")
 
 LOOK = """
     select ticket_id, channel,
-        left(replace(coalesce(nullif(body, ''), subject, ''), chr(10), ' '), 48) as ticket,
+        left(replace(coalesce(nullif(body, ''), subject, ''), chr(10), ' '), 40) as ticket,
         order_number, sentiment, llm_status
     from analytics.ticket_labels order by ticket_id limit 8
 """
@@ -34,7 +34,7 @@ AGREEMENT = """
 
 console = Console(highlight=False)
 if not console.is_terminal:
-    console = Console(highlight=False, width=110)
+    console = Console(highlight=False, width=120)
 
 
 def dbt(*args: str, quiet: bool = False) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     seconds = time.monotonic() - started
     first = counts()
     show("The table, eight rows of it", LOOK)
-    show("Agreement with labels given by hand: the model is a very small one", AGREEMENT)
+    show("Agreement with the labels given by hand", AGREEMENT)
     dbt("run")
     second = counts()
     console.print(
