@@ -18,6 +18,20 @@ def _fake_backend() -> None:
     fake.register()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _quick_behaviour_flags() -> Iterator[None]:
+    """Spare dbt a walk over the whole stack and every loaded module for each of its flags.
+
+    It looks for the module to name in a flag's warning. In this process, which has loaded all SDKs,
+    that took longer than the rest of a dbt run; dbt in a process of its own is left as it is.
+    """
+    from dbt_common.behavior_flags import BehaviorFlagRendered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BehaviorFlagRendered, "_default_source", staticmethod(lambda: "tests"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def postgres_uri() -> Iterator[str]:
     """A PostgreSQL server of this test run, from a wheel, on a socket in a temporary folder.
