@@ -100,11 +100,19 @@ _ITEM_FAILURES = _PERMANENT | (_RETRYABLE - {Outcome.TRANSIENT})
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one try, by kind. ``input_tokens`` includes ``cached_tokens``."""
+    """Tokens of one try, by kind.
+
+    ``input_tokens`` includes what was read from a cache (``cached_tokens``) and what was written to
+    one (``cache_write_tokens``, of which ``cache_write_1h_tokens`` to be kept for an hour).
+    ``output_tokens`` includes ``reasoning_tokens``.
+    """
 
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ import contextlib
 import email.utils
 import hashlib
 import json
-import os
 import queue
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from batchsql.backends.base import Capabilities
 from batchsql.backends.endpoint import (
@@ -31,6 +31,7 @@ from batchsql.backends.endpoint import (
     Endpoint,
     scrub,
 )
+from batchsql.backends.loop import background_loop, submit
 from batchsql.errors import SystemicError
 from batchsql.types import (
     Call,
@@ -205,13 +206,13 @@ class OnlineBackend:
 
     def _open_session(self, call: Call) -> _Session:
         api_key = self._endpoint.read_api_key()
-        loop = _background_loop()
+        loop = background_loop()
 
         async def open_session() -> _Session:
             # The client and the gate belong to the loop's thread.
             return _Session(
                 loop=loop,
-                gate=_gate(self._endpoint.base_url, api_key),
+                gate=_gate(loop, self._endpoint.base_url, api_key),
                 api=self._open_api(call, api_key, self._timeout_seconds),
                 api_key=api_key,
                 model=self._model,
@@ -221,7 +222,7 @@ class OnlineBackend:
                 timeout_seconds=self._timeout_seconds,
             )
 
-        return _run(open_session(), loop).result()
+        return submit(open_session()).result()
 
 
 class Gate:
@@ -343,7 +344,7 @@ class _Session:
 
     def close(self) -> None:
         """Break off what is in flight and close the connections, within a moment."""
-        closing = _run(self._close(), self.loop)
+        closing = submit(self._close())
         with contextlib.suppress(concurrent.futures.TimeoutError):
             closing.result(timeout=_CLOSE_SECONDS)
 
@@ -568,42 +569,13 @@ BASIC_HEADERS = frozenset(
     }
 )
 
-_T = TypeVar("_T")
+# By loop, so that a forked process starts with gates of its own.
+_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], Gate]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-@dataclass
-class _Shared:
-    """What one process holds: its loop, and the gates of the accounts it talks to."""
-
-    pid: int
-    loop: asyncio.AbstractEventLoop
-    gates: dict[tuple[str, str], Gate] = field(default_factory=dict)
-
-
-_lock = threading.Lock()
-_shared: _Shared | None = None
-
-
-def _background_loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop, started in a daemon thread when it is first asked for."""
-    global _shared
-    with _lock:
-        if _shared is None or _shared.pid != os.getpid():  # threads do not survive a fork
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="batchsql-online", daemon=True).start()
-            _shared = _Shared(os.getpid(), loop)
-        return _shared.loop
-
-
-def _gate(base_url: str, api_key: str | None) -> Gate:
+def _gate(loop: asyncio.AbstractEventLoop, base_url: str, api_key: str | None) -> Gate:
     """Return the gate of an endpoint and account, shared by everyone in this process."""
-    if _shared is None:
-        raise RuntimeError("the event loop is not running")
     account = hashlib.sha256((api_key or "").encode()).hexdigest()
-    return _shared.gates.setdefault((base_url, account), Gate())
-
-
-def _run(
-    coroutine: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop
-) -> concurrent.futures.Future[_T]:
-    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+    return _gates.setdefault(loop, {}).setdefault((base_url, account), Gate())

@@ -9,12 +9,16 @@ from typing import Any
 
 from batchsql.backends import anthropic, local, openai
 from batchsql.backends.base import StreamBackend
+from batchsql.backends.batch import BatchBackend
 from batchsql.backends.endpoint import ONLINE_OPTIONS
 from batchsql.backends.params import Params, check_values
 from batchsql.errors import Mistake, SpecError
 from batchsql.types import ModelRef
 
 Opener = Callable[[ModelRef, Mapping[str, Any], Path], StreamBackend]
+BatchOpener = Callable[[ModelRef, Mapping[str, Any], Path], BatchBackend | None]
+"""Returns None where these options name a server that offers no batches."""
+
 CheckOptions = Callable[[Mapping[str, Any]], list[Mistake]]
 """Looks at the engine options together, once each is known and of its type."""
 
@@ -25,6 +29,7 @@ class _Provider:
     params: Params
     options: Params | None
     check_options: CheckOptions = lambda engine: []
+    batch_opener: BatchOpener | None = None
 
 
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
@@ -40,12 +45,18 @@ _PROVIDERS: dict[str, _Provider] = {
 }
 
 
-def register(provider: str, opener: Opener, params: Params, options: Params | None = None) -> None:
+def register(
+    provider: str,
+    opener: Opener,
+    params: Params,
+    options: Params | None = None,
+    batch_opener: BatchOpener | None = None,
+) -> None:
     """Make a provider known, or replace it. For plugins and tests.
 
     ``options`` are the accepted keys of ``engine``; without them the opener checks for itself.
     """
-    _PROVIDERS[provider] = _Provider(opener, params, options)
+    _PROVIDERS[provider] = _Provider(opener, params, options, batch_opener=batch_opener)
 
 
 def known_providers() -> tuple[str, ...]:
@@ -77,6 +88,21 @@ def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path)
     if model.provider not in _PROVIDERS:
         raise SpecError(f"model {model}", [_unknown(model.provider)])
     return _PROVIDERS[model.provider].opener(model, engine, project_root)
+
+
+def open_batch_backend(
+    model: ModelRef, engine: Mapping[str, Any], project_root: Path
+) -> BatchBackend | None:
+    """Return what brings many requests of a model to its provider at once, or None.
+
+    Raises:
+        SpecError: the provider is unknown, or an engine option is.
+        MissingExtraError: a package that the provider needs is not installed.
+    """
+    if model.provider not in _PROVIDERS:
+        raise SpecError(f"model {model}", [_unknown(model.provider)])
+    opener = _PROVIDERS[model.provider].batch_opener
+    return None if opener is None else opener(model, engine, project_root)
 
 
 def _unknown(provider: str) -> Mistake:

@@ -89,8 +89,8 @@ class BaseOnline:
     @pytest.fixture(autouse=True)
     def shared(self) -> None:
         """Give every test gates of its own: a port may be used again."""
-        if online._shared is not None:
-            online._shared.gates.clear()
+        for gates in online._gates.values():
+            gates.clear()
 
     @property
     def model(self) -> ModelRef:
@@ -274,9 +274,8 @@ class BaseOnline:
         assert time.monotonic() - stopped_at[0] < 1
         thread.join()
         assert len(taken) <= online.START_CONCURRENCY + 2
-        assert online._shared is not None
-        gates = online._shared.gates.values()
-        assert [gate.in_flight for gate in gates] == [0], "nothing is left running"
+        [gates] = online._gates.values()
+        assert [gate.in_flight for gate in gates.values()] == [0], "nothing is left running"
 
     def test_nothing_finishing_yields_none(self, server: OnlineServer) -> None:
         server.hold = threading.Event()
