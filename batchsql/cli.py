@@ -314,6 +314,11 @@ def _plan_notes(plan: ModelPlan) -> Iterator[str]:
         yield f"limit {plan.limit:,} holds; {_number(left, 'request')} would stay pending"
     if plan.borrowable:
         yield f"{_number(plan.borrowable, 'answer')} would be copied from the ledgers in read_from"
+    if plan.in_batches:
+        yield (
+            f"{_number(plan.in_batches, 'request')} are in batches at the provider already "
+            "(batchsql collect brings their answers)"
+        )
     if plan.in_progress:
         yield (
             f"{_number(plan.in_progress, 'request')} of these are claimed by another run, which "
@@ -805,15 +810,22 @@ def _read_speed(context: click.Context, option: click.Parameter, value: str) -> 
     metavar="PROVIDER.LIMIT=N",
     help="Another limit of a provider, such as openai.batch_requests=10.",
 )
+@click.option(
+    "--s3",
+    metavar="URL",
+    help="Where Bedrock's batch jobs read and write: the address of a server that speaks S3, or "
+    "moto to start one here. Without it there are no such jobs.",
+)
 @click.option("--log", is_flag=True, help="Print a line for each request.")
 @_reports_errors
 def emulate(
     *, port: int, misbehave: tuple[str, ...], speed: float, latency: float,
-    models: tuple[str, ...], limits: tuple[str, ...], log: bool,
+    models: tuple[str, ...], limits: tuple[str, ...], s3: str | None, log: bool,
 ) -> None:  # fmt: skip
     """Rehearse on a server that speaks the providers' wire formats.
 
-    Serves OpenAI (chat completions, files, batches) and Anthropic (messages, message batches) on
+    Serves OpenAI (chat completions, files, batches), Anthropic (messages, message batches), Amazon
+    Bedrock (Converse, batch inference jobs) and Google Gemini (generateContent, files, batches) on
     this machine until Ctrl-C. Answers fit the schema that is asked for and mean nothing; requests
     are checked as the provider checks them. What would have been billed is counted.
 
@@ -829,6 +841,7 @@ def emulate(
     try:
         from batchsql.emulate import Emulator
         from batchsql.emulate.limits import read_limits
+        from batchsql.emulate.s3 import serve_s3
         from batchsql.emulate.script import read_rules
     except ModuleNotFoundError as error:
         raise MissingExtraError(
@@ -840,13 +853,13 @@ def emulate(
         say(f"{call.operation}  {call.method} {call.path}  {call.status or 'no reply'}{met}")
 
     rules = [rule for option in misbehave for rule in read_rules(option)]
-    openai, anthropic = read_limits(limits)
+    known_limits = read_limits(limits)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Emulator(
+    with serve_s3() if s3 == "moto" else contextlib.nullcontext(s3) as s3_endpoint_url, Emulator(
         port=port, rules=rules, speed=speed, latency_seconds=latency, models=models,
-        openai=openai, anthropic=anthropic, on_call=tell if log else None,
+        s3_endpoint_url=s3_endpoint_url, on_call=tell if log else None, **known_limits,
     ) as server:  # fmt: skip
         say(f"The rehearsal server listens on {server.url}. Nothing is real, nothing is paid.")
         say("Send the providers' SDKs here with:")

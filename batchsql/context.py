@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from batchsql.backends.base import StreamBackend
+from batchsql.collecting import OpenBatchBackend, OpenPrices
 from batchsql.declare.spec import Declaration
 from batchsql.warehouse.base import Dialect, Source, Warehouse
 from batchsql.warehouse.ledger import Ledger
@@ -22,6 +23,8 @@ class RunContext:
     ledger: Ledger
     open_backend: Callable[[Declaration], StreamBackend]
     open_ledger: Callable[[str], Ledger]
+    open_batch_backend: OpenBatchBackend
+    open_prices: OpenPrices
     enrichment: str
     invocation_id: str
     stop: Event

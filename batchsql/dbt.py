@@ -63,12 +63,14 @@ class EnrichmentResponse(AdapterResponse):  # type: ignore[misc]
     pending: int = 0
     failed: int = 0
     requests_sent: int = 0
+    requests_in_batches: int = 0
     requests_ok: int = 0
     requests_failed: int = 0
     requests_borrowed: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    cost_usd: float = 0.0
 
 
 @dataclass
@@ -291,6 +293,7 @@ def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> N
     source = run.context.source
     _open_runs.add(run.run_id)
     try:
+        run.collect()
         run.prepare(select_sql, target)
         run.record()
         counts = run.counts
@@ -311,6 +314,7 @@ def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> N
             run.finish(str(error) or type(error).__name__)
         raise
     finally:
+        run.close()
         _open_runs.discard(run.run_id)
 
 
@@ -422,8 +426,9 @@ def open_context(
     Raises:
         WarehouseError: there is no support for this adapter.
     """
-    from batchsql.backends.registry import open_backend
+    from batchsql.backends.registry import open_backend, open_batch_backend
     from batchsql.context import RunContext
+    from batchsql.pricing import open_prices
 
     source, warehouse, dialect = open_connections(adapter)
     credentials = adapter.connections.profile.credentials
@@ -438,6 +443,8 @@ def open_context(
         ledger=open_ledger(warehouse, credentials.schema, declaration.ledger_schema),
         open_backend=lambda d: open_backend(d.model, d.engine, project_root),
         open_ledger=lambda schema: open_lender(warehouse, schema),
+        open_batch_backend=lambda model, engine: open_batch_backend(model, engine, project_root),
+        open_prices=open_prices,
         enrichment=enrichment,
         invocation_id=invocation_id,
         stop=STOP,

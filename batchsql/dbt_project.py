@@ -92,14 +92,15 @@ class ModelPlan:
     requests: int = 0
     borrowable: int = 0
     in_progress: int = 0
+    in_batches: int = 0
     limit: int | None = None
     warnings: tuple[str, ...] = ()
     error: str | None = None
 
     @property
     def to_send(self) -> int:
-        """How many requests would leave: not those that can be borrowed, and within the limit."""
-        wanted = self.requests - self.borrowable
+        """How many requests would leave: not those in batches already, and within the limit."""
+        wanted = max(0, self.requests - self.borrowable - self.in_batches)
         return wanted if self.limit is None else min(wanted, self.limit)
 
 
@@ -282,9 +283,10 @@ class OpenProject:
 
     def _read_plan(self, node: Any, run: EnrichmentRun) -> ModelPlan:
         ledger, counts = run.context.ledger, run.counts
-        borrowable = in_progress = 0
+        borrowable = in_progress = in_batches = 0
         if counts.requests_wanted:
-            in_progress = ledger.count_claimed_elsewhere()
+            wanted = ledger.count_wanted()
+            in_progress, in_batches = wanted.elsewhere, wanted.in_batch
             borrowable = ledger.count_borrowable(
                 [run.context.open_ledger(schema) for schema in run.declaration.read_from]
             )
@@ -300,6 +302,7 @@ class OpenProject:
             requests=counts.requests_wanted,
             borrowable=borrowable,
             in_progress=in_progress,
+            in_batches=in_batches,
             limit=run.declaration.limit,
         )
 

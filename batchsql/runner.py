@@ -34,9 +34,12 @@ from batchsql.declare.keys import (
 )
 from batchsql.declare.prompt import BoundPrompt, RenderError
 from batchsql.declare.spec import Declaration, check_columns
-from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError
+from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError, SystemicError
 from batchsql.progress import PROGRESS_SECONDS, Progress
-from batchsql.shipping import Shipper
+from batchsql.collecting import Collector
+from batchsql.counting import ShipCounts
+from batchsql.dispatch import Dispatcher, Question
+from batchsql.types import Call
 from batchsql.validate.structure import safe_text
 from batchsql.warehouse.base import (
     Column,
@@ -46,10 +49,8 @@ from batchsql.warehouse.base import (
     item_key_sql,
     quote,
 )
-from batchsql.warehouse.ledger import (
-    SpecRow,
-    iter_positions,
-)
+from batchsql.warehouse.ledger import SpecRow, iter_positions
+from batchsql.warehouse.shards import process_id
 
 ITEM_KEY = "__batchsql_item_key"
 REQUEST_KEY = "__batchsql_request_key"
@@ -73,19 +74,21 @@ class Counts:
     failed: int = 0
     requests_wanted: int = 0
     requests_sent: int = 0
+    requests_in_batches: int = 0
     requests_ok: int = 0
     requests_failed: int = 0
     requests_borrowed: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    cost_usd: float = 0.0
     seconds: float = 0.0
 
 
 class EnrichmentRun:
-    """A run of one enrichment. Call ``prepare``, ``record``, ``ship``, ``reconcile`` in this order.
+    """A run of one enrichment.
 
-    Then build the table from ``build_sql`` and call ``finish``. ``plan`` stops after ``record``.
+    Call ``collect``, ``prepare``, ``record``, ``ship``, ``reconcile`` in this order. Then build the table from ``build_sql`` and call ``finish``. ``plan`` stops after ``record``.
     """
 
     def __init__(self, declaration: Declaration, context: RunContext) -> None:
@@ -101,6 +104,13 @@ class EnrichmentRun:
         self.spec_version = ""
         self._identity: Mapping[str, Any] = {}
         self._all_known = False
+        self._stream_tries = 0
+        owner = f"{process_id()}:{self.run_id}"
+        self._owner = owner
+        self._collector = Collector(
+            context.ledger, context.open_batch_backend, context.open_prices,
+            owner=owner, say=context.info, warn=context.warn,
+        )  # fmt: skip
 
     # --- evaluate -----------------------------------------------------------------------------
 
@@ -131,6 +141,26 @@ class EnrichmentRun:
                 mistakes.append(Mistake(f"column {name}", str(error)))
         if mistakes:
             raise SpecError(declaration.subject, mistakes)
+
+    def collect(self) -> None:
+        """Take the batches that earlier runs left at a provider as far as they go.
+
+        Raises:
+            SystemicError: the provider refuses us, or refused a whole batch.
+        """
+        ledger = self.context.ledger
+        if not ledger.exists():
+            return
+        ledger.migrate()
+        shards = ledger.read_open_batches([self.context.enrichment])
+        if not shards:
+            return
+        looked = self._collector.look_after(shards)
+        self._count(self._collector.counts)
+        for error in looked.errors:
+            if isinstance(error, SystemicError):
+                raise error
+            self.context.warn(str(error))
 
     def prepare(self, select_sql: str, target: str | None = None) -> None:
         """Evaluate the SELECT once into the candidate, with its keys and the answers known so far.
@@ -380,13 +410,17 @@ class EnrichmentRun:
         """Select the requests without an answer, equal beginnings side by side."""
         text = "varchar" if self.context.dialect.name == "duckdb" else "text"
         order = ", ".join(f"min(left({sql.key_text}, 200))" for sql in self._inputs.values())
+        urgent = "false"
+        if self.declaration.urgent_when is not None:
+            urgent = f"coalesce(bool_or((\n{self.declaration.urgent_when}\n)), false)"
         # Names of our own only, since the sort keys name the user's columns without a prefix.
         items = (
             f"(select item_key as __batchsql_item, request_key as __batchsql_request "
             f"from {self.context.ledger.relation('items')})"
         )
         return (
-            f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} as __batchsql_wanted "
+            f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} as __batchsql_wanted, "
+            f"{urgent} as __batchsql_urgent "
             f"from {self.candidate} left join {items} k "
             f"on {REQUEST_KEY} is null and __batchsql_item = {ITEM_KEY} "
             f"where {OUTPUT} is null group by 1 order by {order}, 1"
@@ -405,27 +439,43 @@ class EnrichmentRun:
             return
         if self._backend is None:
             raise RuntimeError("prepare comes first")
-        shipper = Shipper(
-            self.declaration,
-            self.context,
-            self._backend,
-            run_id=self.run_id,
-            spec_version=self.spec_version,
+        declaration, prefix = self.declaration, self._bound_prompt.prefix
+        call = Call(
+            model=declaration.model,
+            params=declaration.params,
+            schema=declaration.returns.object_schema(),
+            max_tokens=declaration.max_tokens,
+            prefix_messages=len(prefix),
         )
+        dispatcher = Dispatcher(
+            declaration, self.context, self._backend, self._collector,
+            Question(call, tuple(prefix), self.spec_version),
+            run_id=self.run_id, owner=self._owner,
+        )  # fmt: skip
         try:
-            shipper.ship()
+            dispatcher.ship()
         finally:
-            sent = shipper.counts
-            self.counts = replace(
-                self.counts,
-                requests_sent=sent.tries,
-                requests_ok=sent.ok,
-                requests_failed=sent.given_up,
-                requests_borrowed=sent.borrowed,
-                input_tokens=sent.input_tokens,
-                output_tokens=sent.output_tokens,
-                cached_tokens=sent.cached_tokens,
-            )
+            self._stream_tries = dispatcher.stream_tries
+            self._count(dispatcher.counts)
+
+    def _count(self, sent: ShipCounts) -> None:
+        """Take over what was sent, and what came of it, in this run."""
+        self.counts = replace(
+            self.counts,
+            requests_sent=self._stream_tries + sent.submitted,
+            requests_in_batches=sent.submitted,
+            requests_ok=sent.ok,
+            requests_failed=sent.given_up,
+            requests_borrowed=sent.borrowed,
+            input_tokens=sent.input_tokens,
+            output_tokens=sent.output_tokens,
+            cached_tokens=sent.cached_tokens,
+            cost_usd=sent.cost_usd,
+        )
+
+    def close(self) -> None:
+        """Close the connections to the providers."""
+        self._collector.close()
 
     # --- reconcile and build ------------------------------------------------------------------
 
@@ -462,9 +512,13 @@ class EnrichmentRun:
                     f"{requests.waiting:,} waiting"
                 )
             tries = self.context.ledger.count_attempts(self.run_id)
-            if tries != self.counts.requests_sent:
+            if tries != self._stream_tries:
+                problems.append(f"{self._stream_tries:,} tries were made, {tries:,} are recorded")
+            unbalanced = self.context.ledger.read_unbalanced_batches(self.context.enrichment)
+            if unbalanced:
                 problems.append(
-                    f"{self.counts.requests_sent:,} tries were made, {tries:,} are recorded"
+                    f"{len(unbalanced)} batches do not hold what they should, the first of them "
+                    f"is shard {unbalanced[0]}"
                 )
         counts = self.counts
         if counts.ok + counts.pending + counts.failed != counts.rows:
@@ -552,6 +606,7 @@ class EnrichmentRun:
                 "requests_ok": counts.requests_ok,
                 "requests_failed": counts.requests_failed,
                 "requests_borrowed": counts.requests_borrowed,
+                "cost_usd": counts.cost_usd,
                 "input_tokens": counts.input_tokens,
                 "output_tokens": counts.output_tokens,
             },

@@ -1,26 +1,31 @@
-"""Send what is wanted and write what comes back: claims, shards, leases, flushes, retries."""
+"""Send requests one by one to an engine or an endpoint, and write what comes back.
+
+Claims, shards, leases, flushes, retries. Provider batches have a life of their own: see
+``batches``.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from batchsql.backends.base import StreamBackend
 from batchsql.context import RunContext
+from batchsql.counting import ShipCounts, count_attempts
 from batchsql.declare.spec import Declaration
 from batchsql.errors import BatchsqlError, ReconciliationError
-from batchsql.progress import PROGRESS_SECONDS, Progress
-from batchsql.types import Call, Completion, Outcome, Request
-from batchsql.validate.structure import AnswerValidator
-from batchsql.warehouse.ledger import Attempt, Claim, Shard, process_id
-
-MAX_TRANSIENT_FAILURES = 10
-"""A request whose every try fails for no fault of its own ends somewhere too."""
+from batchsql.judging import Judge
+from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
+from batchsql.types import Call, Completion, Outcome, Request, Route
+from batchsql.warehouse.shards import Attempt, Claim, Shard, ShardOrder
 
 WAIT_SECONDS = 0.5
 """How often a run looks whether another one has answered what both want."""
+
+BACKOFF_SECONDS = 1.0
+MAX_BACKOFF_SECONDS = 60.0
+"""How long a run waits before it sends again what failed for no fault of its own: first and last."""
 
 _IDLE_LOOKS = 20
 
@@ -29,17 +34,20 @@ class StoppedError(BatchsqlError):
     """The run was asked to stop. What was answered until then is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShipCounts:
-    """What was sent and what came of it. ``tries`` counts what is written in the ledger."""
+@dataclass
+class SendLimit:
+    """How many requests a run may still send for the first time; None is no limit."""
 
-    tries: int = 0
-    ok: int = 0
-    given_up: int = 0
-    borrowed: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
+    left: int | None
+
+    def fit(self, size: int) -> int:
+        """Return how many of ``size`` may be sent."""
+        return size if self.left is None else min(size, self.left)
+
+    def take(self, count: int) -> None:
+        """Count requests that are sent for the first time."""
+        if self.left is not None:
+            self.left = max(0, self.left - count)
 
 
 @dataclass
@@ -55,7 +63,7 @@ class _Pass:
 
 
 class Shipper:
-    """Sends the requests on a run's list in the ledger, until nothing more can be done.
+    """Sends the requests in one lane of a run's list, until nothing more can be done.
 
     ``counts`` is right at any time, also after an error.
     """
@@ -66,67 +74,80 @@ class Shipper:
         context: RunContext,
         backend: StreamBackend,
         *,
-        run_id: str,
-        spec_version: str,
+        order: ShardOrder,
+        call: Call,
+        judge: Judge,
+        limit: SendLimit,
+        lane: Route,
     ) -> None:
         self.counts = ShipCounts()
         self._declaration = declaration
         self._context = context
         self._backend = backend
-        self._run_id = run_id
-        self._spec_version = spec_version
-        self._owner = f"{process_id()}:{run_id}"
-        self._validator = AnswerValidator(declaration.returns)
-        self._first_tries = 0
+        self._order = order
+        self._call = call
+        self._judge = judge
+        self._limit = limit
+        self._lane = lane
+        self._failed_transiently = 0
 
     def ship(self) -> None:
-        """Send what is wanted, write the answers as they come, until nothing more can be done.
+        """Send what the lane holds, write the answers as they come.
 
         Raises:
             SystemicError: the backend refuses everything; what was answered before is kept.
             StoppedError: ``stop`` was set; what was answered before is kept.
         """
         context = self._context
-        self._borrow()
         waiting_said = False
-        idle = 0
-        while left := context.ledger.trim_todo():
-            self._raise_if_stopped()
+        idle = passes = 0
+        while True:
+            context.ledger.trim_todo()
             freed = context.ledger.free_lost_shards()
             if freed:
                 context.info(f"took over {freed} shards of runs that ended without finishing them")
-            if self._limit_left() == 0:
+            wanted = context.ledger.count_wanted(lane=self._lane)
+            if not wanted.free + wanted.elsewhere:
+                return
+            self._raise_if_stopped()
+            if self._limit.left == 0:
                 context.info(
-                    f"limit {self._declaration.limit} reached; {left:,} requests stay pending"
+                    f"limit {self._declaration.limit} reached; "
+                    f"{wanted.free:,} requests stay pending"
                 )
                 return
-            elsewhere = context.ledger.count_claimed_elsewhere()
             written_before = self.counts.tries
-            if elsewhere < left:  # or an engine would be loaded only to wait
-                self._ship_pass(left)
+            if wanted.free:  # or an engine would be loaded only to wait
+                if passes:
+                    self._back_off(passes)
+                self._ship_pass(wanted.free)
             if self.counts.tries > written_before:
                 idle = 0
+                passes += 1
                 continue
-            if elsewhere and not waiting_said:
-                context.info(f"waiting for {elsewhere:,} requests that another run is answering")
+            if wanted.elsewhere and not waiting_said:
+                context.info(
+                    f"waiting for {wanted.elsewhere:,} requests that another run is answering"
+                )
                 waiting_said = True
-            idle = 0 if elsewhere else idle + 1
+            idle = 0 if wanted.elsewhere else idle + 1
             if idle > _IDLE_LOOKS:
                 raise ReconciliationError(
-                    f"{self._declaration.subject}: {left:,} requests are wanted, but can neither "
-                    "be claimed nor are claimed elsewhere; run batchsql status and report this"
+                    f"{self._declaration.subject}: {wanted.free:,} requests are wanted, but cannot "
+                    "be claimed though nobody claims them; run batchsql status and report this"
                 )
             context.stop.wait(WAIT_SECONDS)
 
-    def _borrow(self) -> None:
-        borrowed = 0
-        for name in self._declaration.read_from:
-            borrowed += self._context.ledger.borrow(self._context.open_ledger(name), self._run_id)
-        if borrowed:
+    def _back_off(self, passes: int) -> None:
+        """Wait before what failed for no fault of its own is sent again, longer each time."""
+        if self._failed_transiently:
+            seconds = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (passes - 1))
             self._context.info(
-                f"{borrowed:,} answers copied from {', '.join(self._declaration.read_from)}"
+                f"{self._failed_transiently:,} requests failed for no fault of their own; they are "
+                f"sent again in {format_seconds(seconds)}"
             )
-        self.counts = replace(self.counts, borrowed=borrowed)
+            self._context.stop.wait(seconds)
+            self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
         if self._context.stop.is_set():
@@ -135,26 +156,15 @@ class Shipper:
                 "the next run goes on from there"
             )
 
-    def _limit_left(self) -> int | None:
-        limit = self._declaration.limit
-        return None if limit is None else max(0, limit - self._first_tries)
-
     def _ship_pass(self, wanted: int) -> None:
         """Send every wanted request at most once, in shards, through one unbroken stream."""
-        declaration = self._declaration
         context = self._context
-        call = Call(
-            model=declaration.model,
-            params=declaration.params,
-            schema=declaration.returns.object_schema(),
-            max_tokens=declaration.max_tokens,
-        )
         state = _Pass()
-        limit = self._limit_left()
-        total = wanted if limit is None else min(wanted, limit)
+        total = self._limit.fit(wanted)
         started = shown = time.monotonic()
+        self._failed_transiently = 0
         try:
-            for completion in self._backend.complete(self._feed(state), call, context.stop):
+            for completion in self._backend.complete(self._feed(state), self._call, context.stop):
                 if completion is not None:
                     self._handle(completion, state)
                 now = time.monotonic()
@@ -166,7 +176,7 @@ class Shipper:
             try:
                 self._flush(state)
             finally:
-                context.ledger.finish_shards(state.epochs, self._owner)
+                context.ledger.finish_shards(state.epochs, self._order.owner)
         if state.handled:
             context.info(str(Progress(state.handled, total, time.monotonic() - started)))
         self._raise_if_stopped()
@@ -174,27 +184,18 @@ class Shipper:
     def _feed(self, state: _Pass) -> Iterator[Request]:
         """Claim shard after shard, each when the one before has been taken whole."""
         position = 0
-        size = self._backend.capabilities.shard_requests
-        while not self._context.stop.is_set():
-            limit = self._limit_left()
-            if limit == 0:
-                return
+        while not self._context.stop.is_set() and self._limit.left != 0:
             shard, last = self._context.ledger.claim(
+                self._order,
                 after=position,
-                size=size if limit is None else min(size, limit),
-                run_id=self._run_id,
-                owner=self._owner,
-                enrichment=self._context.enrichment,
-                spec_version=self._spec_version,
-                backend=self._declaration.model.provider,
-                model=str(self._declaration.model),
-                lease_seconds=self._declaration.lease_seconds,
+                size=self._limit.fit(self._backend.capabilities.shard_requests),
+                lane=self._lane,
             )
             if last == position:
                 return
             position = last
             if shard is not None:
-                self._first_tries += sum(claim.attempt_number == 0 for claim in shard.claims)
+                self._limit.take(sum(claim.attempt_number == 0 for claim in shard.claims))
                 state.epochs[shard.shard_id] = shard.epoch
                 yield from self._feed_shard(shard, state)
 
@@ -212,36 +213,8 @@ class Shipper:
         if taken is None:  # of a shard that was lost
             return
         shard_id, claim = taken
-        verdict = self._validator.check(completion)
-        outcome = verdict.outcome
         state.handled += 1
-        state.finished.append(
-            Attempt(
-                shard_id=shard_id,
-                request_key=completion.request_key,
-                attempt_number=claim.attempt_number + 1,
-                outcome=outcome,
-                is_final=self._is_final(outcome, claim),
-                answer=verdict.answer,
-                checksum=_checksum(verdict.answer),
-                error=verdict.error,
-                raw_output=verdict.raw,
-                finish_reason=completion.finish_reason.value if completion.finish_reason else None,
-                usage=completion.usage,
-                model_reported=completion.model_reported,
-                engine_version=self._backend.version,
-                started_at=completion.started_at,
-                finished_at=completion.finished_at,
-            )
-        )
-
-    def _is_final(self, outcome: Outcome, claim: Claim) -> bool:
-        """Whether this try was the last that the request's budget allows."""
-        if outcome is Outcome.OK:
-            return False
-        if outcome is Outcome.TRANSIENT:
-            return claim.transient_failures + 1 >= MAX_TRANSIENT_FAILURES
-        return not outcome.is_retryable or claim.item_failures + 1 >= self._declaration.max_attempts
+        state.finished.append(self._judge.attempt(completion, shard_id, claim))
 
     def _keep(self, state: _Pass, now: float) -> None:
         """Flush by count or time, and renew the leases in good time."""
@@ -250,7 +223,9 @@ class Shipper:
         if len(state.finished) >= declaration.flush_rows or (due and state.finished):
             self._flush(state)
         if now - state.renewed_at >= declaration.lease_seconds / 4:
-            lost = self._context.ledger.renew(state.epochs, self._owner, declaration.lease_seconds)
+            lost = self._context.ledger.renew(
+                state.epochs, self._order.owner, declaration.lease_seconds
+            )
             self._drop(lost, state)
             state.renewed_at = now
 
@@ -265,7 +240,7 @@ class Shipper:
         state.finished = []
         try:
             lost = self._context.ledger.flush(
-                attempts, state.epochs, self._run_id, self._owner, done
+                attempts, state.epochs, self._order.run_id, self._order.owner, done
             )
         except Exception:
             state.finished = attempts  # tried once more before the run ends
@@ -274,17 +249,10 @@ class Shipper:
         self._drop(lost, state)
         for shard_id in done:
             state.epochs.pop(shard_id, None)
-        usage = [attempt.usage for attempt in written]
-        counts = self.counts
-        self.counts = replace(
-            counts,
-            tries=counts.tries + len(written),
-            ok=counts.ok + sum(attempt.outcome is Outcome.OK for attempt in written),
-            given_up=counts.given_up + sum(attempt.is_final for attempt in written),
-            input_tokens=counts.input_tokens + sum(u.input_tokens for u in usage),
-            output_tokens=counts.output_tokens + sum(u.output_tokens for u in usage),
-            cached_tokens=counts.cached_tokens + sum(u.cached_tokens for u in usage),
+        self._failed_transiently += sum(
+            attempt.outcome is Outcome.TRANSIENT and not attempt.is_final for attempt in written
         )
+        self.counts += count_attempts(written)
 
     def _drop(self, lost: set[str], state: _Pass) -> None:
         """Forget shards that another run took over; their answers are that run's to give."""
@@ -298,7 +266,3 @@ class Shipper:
             state.epochs.pop(shard_id, None)
         state.claims = {key: taken for key, taken in state.claims.items() if taken[0] not in lost}
         state.finished = [a for a in state.finished if a.shard_id not in lost]
-
-
-def _checksum(answer: str | None) -> str | None:
-    return None if answer is None else hashlib.sha256(answer.encode()).hexdigest()[:32]

@@ -50,13 +50,15 @@ class Call:
 
     ``schema`` is the JSON Schema of the whole answer, an object whose properties stand in the
     order in which they are asked for. ``max_tokens`` is always set: the user's own, or what the
-    schema can need.
+    schema can need. ``prefix_messages`` is how many messages at the beginning are the same in every
+    request, so that a provider may be asked to cache them.
     """
 
     model: ModelRef
     params: Mapping[str, Any]
     schema: Mapping[str, Any]
     max_tokens: int
+    prefix_messages: int = 0
 
 
 class FinishReason(str, Enum):
@@ -98,6 +100,14 @@ _PERMANENT = frozenset({Outcome.FILTERED, Outcome.TOO_LONG, Outcome.REJECTED})
 _ITEM_FAILURES = _PERMANENT | (_RETRYABLE - {Outcome.TRANSIENT})
 
 
+class Route(str, Enum):
+    """How a request travels."""
+
+    BATCH = "batch"
+    ONLINE = "online"
+    ENGINE = "engine"
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one try, by kind.
@@ -132,6 +142,23 @@ class Completion:
     model_reported: str | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
+
+
+class RouteChoice(str, Enum):
+    """The value of ``route`` in a declaration: one way for all requests, or a choice by rule."""
+
+    AUTO = "auto"
+    BATCH = "batch"
+    ONLINE = "online"
+    ENGINE = "engine"
+
+
+class OnPending(str, Enum):
+    """The value of ``on_pending`` in a declaration: what a run does while rows are pending."""
+
+    BUILD = "build"
+    HOLD = "hold"
+    FAIL = "fail"
 
 
 class RowStatus(str, Enum):

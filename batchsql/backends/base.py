@@ -15,12 +15,14 @@ class Capabilities:
     """What a backend can do and how it wants to be fed.
 
     ``slots`` is how many requests it works on at once; ``shard_requests`` how many requests one
-    lease should cover; ``stays_inside`` whether rows never leave machines the user runs.
+    lease should cover; ``stays_inside`` whether rows never leave machines the user runs;
+    ``is_engine`` whether the model is loaded by this process.
     """
 
     slots: int
     shard_requests: int
     stays_inside: bool
+    is_engine: bool = False
 
 
 class StreamBackend(Protocol):

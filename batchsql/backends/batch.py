@@ -95,7 +95,10 @@ class BatchFault(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """What a provider says of a batch. Counts are None where it does not tell."""
+    """What a provider says of a batch. Counts are None where it does not tell.
+
+    ``is_checked`` is False while the provider may still refuse the whole batch.
+    """
 
     state: BatchState
     provider_state: str
@@ -105,6 +108,7 @@ class BatchStatus:
     fault: BatchFault | None = None
     error: str | None = None
     results_until: datetime | None = None
+    is_checked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +249,10 @@ class BatchBackend(Protocol):
         """
         ...
 
-    def fetch(self, provider_batch_id: str, folder: Path) -> Iterator[BatchLine]:
+    def fetch(self, provider_batch_id: str, folder: Path, call: Call) -> Iterator[BatchLine]:
         """Yield the results of a batch that has ended, in any order, holding few in memory.
 
+        ``call`` is what its requests shared: an answer is brought back to the user's schema.
         They are first copied whole into ``folder``, so that a download that breaks is noticed
         before anything is yielded.
 

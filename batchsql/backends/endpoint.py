@@ -114,6 +114,15 @@ def scrub(text: str, api_key: str | None) -> str:
     return _LOOKS_LIKE_KEY.sub(_HIDDEN, text)
 
 
+def is_same_origin(first: str, second: str) -> bool:
+    """Return whether two URLs lead to the same scheme, host and port, so that a key may go along.
+
+    Raises:
+        ValueError: one is no URL.
+    """
+    return _origin(first) == _origin(second)
+
+
 def _origin(url: str) -> str:
     parts = urlsplit(url)
     port = parts.port or {"https": 443, "http": 80}.get(parts.scheme)

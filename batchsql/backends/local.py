@@ -136,7 +136,7 @@ class LocalBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(self._options.slots, _SHARD_REQUESTS, stays_inside=True)
+        return Capabilities(self._options.slots, _SHARD_REQUESTS, stays_inside=True, is_engine=True)
 
     @property
     def version(self) -> str:

@@ -6,11 +6,12 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+import ssl
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from batchsql.backends.endpoint import ONLINE_OPTIONS, check_endpoint, plan_endpoint
+from batchsql.backends.endpoint import ONLINE_OPTIONS, Endpoint, check_endpoint, plan_endpoint
 from batchsql.backends.online import (
     BASIC_HEADERS,
     Answer,
@@ -25,11 +26,15 @@ from batchsql.backends.online import (
     tokens,
     unreadable_reply,
 )
-from batchsql.backends.params import Param, check_values
+from batchsql.backends.params import Param, Params, check_values
 from batchsql.backends.wire_schema import wire_schema, without_filled_nulls
 from batchsql.errors import MissingExtraError, Mistake, SpecError
 from batchsql.types import Call, FinishReason, ModelRef, Outcome, Request, Usage
 
+if TYPE_CHECKING:
+    import openai
+
+_T = TypeVar("_T")
 OWN_BASE_URL = "https://api.openai.com/v1"
 _KEY_ENV = "OPENAI_API_KEY"
 
@@ -58,6 +63,11 @@ COMPATIBLE_PARAMS: Mapping[str, Param] = {
     "stop": Param("texts", maximum=16),
     "reasoning_effort": Param("text"),
 }
+COMPATIBLE_OPTIONS: Params = {
+    **ONLINE_OPTIONS,
+    # Whether the server takes files and batches as OpenAI does; few that one runs oneself do.
+    "batches": Param("boolean"),
+}
 
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -70,8 +80,18 @@ _TOO_LONG_TEXT = re.compile(
     r"maximum context length|maximum model length|exceeds the available context", re.IGNORECASE
 )
 _SYSTEMIC_CODES = frozenset(
-    {"insufficient_quota", "billing_not_active", "model_not_found", "account_deactivated"}
+    {
+        "insufficient_quota",
+        "billing_not_active",
+        "billing_hard_limit_reached",
+        "model_not_found",
+        "account_deactivated",
+    }
 )
+# What ``fixed_body`` may hold.
+_FIXED_FIELDS = PARAMS.keys() | COMPATIBLE_PARAMS.keys() | {
+    "model", "max_completion_tokens", "response_format",
+}  # fmt: skip
 # Whether strict mode takes the lengths of strings depends on the model.
 _MOVED = frozenset({"minLength", "maxLength"})
 # Fine-tuned models take no bounds at all.
@@ -107,7 +127,7 @@ def open_openai(model: ModelRef, engine: Mapping[str, Any], project_root: Path) 
         SpecError: an engine option is wrong.
         MissingExtraError: the SDK is not installed.
     """
-    return _open(model, engine, OWN_BASE_URL)
+    return _open(model, engine, openai_endpoint(model, engine), is_compatible=False)
 
 
 def open_compatible(
@@ -119,11 +139,23 @@ def open_compatible(
         SpecError: an engine option is wrong, or ``base_url`` is missing.
         MissingExtraError: the SDK is not installed.
     """
-    return _open(model, engine, None)
+    return _open(model, engine, compatible_endpoint(model, engine), is_compatible=True)
 
 
-def _open(model: ModelRef, engine: Mapping[str, Any], own_base_url: str | None) -> OnlineBackend:
-    mistakes = check_values(engine, ONLINE_OPTIONS, "engine")
+def openai_endpoint(model: ModelRef, engine: Mapping[str, Any]) -> Endpoint:
+    """Return where ``openai/<model>`` is reached. Raises as ``open_openai`` does."""
+    return _checked_endpoint(model, engine, ONLINE_OPTIONS, OWN_BASE_URL)
+
+
+def compatible_endpoint(model: ModelRef, engine: Mapping[str, Any]) -> Endpoint:
+    """Return where ``openai_compatible/<model>`` is reached. Raises as ``open_compatible`` does."""
+    return _checked_endpoint(model, engine, COMPATIBLE_OPTIONS, None)
+
+
+def _checked_endpoint(
+    model: ModelRef, engine: Mapping[str, Any], options: Params, own_base_url: str | None
+) -> Endpoint:
+    mistakes = check_values(engine, options, "engine")
     if mistakes := mistakes or check_endpoint(engine, own_base_url):
         raise SpecError(f"model {model}", mistakes)
     if importlib.util.find_spec("openai") is None:
@@ -131,50 +163,61 @@ def _open(model: ModelRef, engine: Mapping[str, Any], own_base_url: str | None) 
             f"model {model} needs the package openai, which is not installed; "
             "run: pip install 'batchsql[openai]'"
         )
-    endpoint = plan_endpoint(engine, own_base_url, _KEY_ENV)
+    return plan_endpoint(engine, own_base_url, _KEY_ENV)
 
+
+def _open(
+    model: ModelRef, engine: Mapping[str, Any], endpoint: Endpoint, *, is_compatible: bool
+) -> OnlineBackend:
     def open_api(call: Call, api_key: str | None, timeout_seconds: float) -> ChatApi:
-        return ChatApi(
-            call,
-            endpoint.base_url,
-            api_key,
-            timeout_seconds,
-            is_own=endpoint.is_own,
-            is_compatible=own_base_url is None,
-        )
+        client = open_client(endpoint, api_key, timeout_seconds)
+        return ChatApi(client, call, is_compatible=is_compatible)
 
-    version = f"openai {importlib.metadata.version('openai')}"
-    return OnlineBackend(model, engine, endpoint, open_api, version)
+    return OnlineBackend(model, engine, endpoint, open_api, sdk_version())
+
+
+def sdk_version() -> str:
+    """Return the name and version of the SDK, for the ledger."""
+    return f"openai {importlib.metadata.version('openai')}"
+
+
+def open_client(
+    endpoint: Endpoint,
+    api_key: str | None,
+    timeout_seconds: float,
+    *,
+    max_retries: int = 0,
+    on_request: Sequence[Any] = (),
+    on_response: Sequence[Any] = (),
+) -> openai.AsyncOpenAI:
+    """Return a client that follows no redirect and sends an endpoint what is meant for it.
+
+    ``on_request`` and ``on_response`` are hooks of the HTTP client.
+    """
+    import httpx2
+    import openai
+
+    cleaned = [] if endpoint.is_own else [only_headers(BASIC_HEADERS, api_key)]
+    timeout = httpx2.Timeout(timeout_seconds, connect=min(10.0, timeout_seconds))
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url,
+        # Without one the SDK takes it from the environment; the hook drops it.
+        api_key=api_key or "none",
+        max_retries=max_retries,
+        timeout=timeout,
+        http_client=openai.DefaultAsyncHttpxClient(
+            follow_redirects=False,
+            event_hooks={"request": [*cleaned, *on_request], "response": list(on_response)},
+            timeout=timeout,
+        ),
+    )
 
 
 class ChatApi:
     """The client of one call: ``POST /chat/completions``."""
 
-    def __init__(
-        self,
-        call: Call,
-        base_url: str,
-        api_key: str | None,
-        timeout_seconds: float,
-        *,
-        is_own: bool,
-        is_compatible: bool,
-    ) -> None:
-        import httpx2
-        import openai
-
-        hooks = {} if is_own else {"request": [only_headers(BASIC_HEADERS, api_key)]}
-        timeout = httpx2.Timeout(timeout_seconds, connect=min(10.0, timeout_seconds))
-        self._client = openai.AsyncOpenAI(
-            base_url=base_url,
-            api_key=api_key
-            or "none",  # or the SDK takes it from the environment; the hook drops it
-            max_retries=0,
-            timeout=timeout,
-            http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False, event_hooks=hooks, timeout=timeout
-            ),
-        )
+    def __init__(self, client: openai.AsyncOpenAI, call: Call, *, is_compatible: bool) -> None:
+        self._client = client
         self._schema = call.schema
         self._fixed = fixed_body(call, is_compatible=is_compatible)
 
@@ -183,71 +226,97 @@ class ChatApi:
 
     async def send(self, request: Request) -> Answer | Failure:
         import httpx2
-        import openai
 
         messages = [{"role": m.role.value, "content": m.content} for m in request.messages]
-        try:
-            response = await self._client.post(
-                "/chat/completions",
-                body={**self._fixed, "messages": messages},
-                cast_to=httpx2.Response,
-            )
-        except openai.APIStatusError as error:
-            reply = error.response
-            return self._failure(read_error_reply(reply.status_code, reply.headers, reply.content))
-        except openai.APIConnectionError as error:
-            return lost_connection(error)
-        except httpx2.HTTPError as error:  # while the reply's body was read
-            return lost_connection(error)
-        return self._answer(response.content)
-
-    def _answer(self, content: bytes) -> Answer | Failure:
-        try:
-            reply = json.loads(content)
-            choice = reply["choices"][0]
-            message = choice["message"]
-            reason = choice.get("finish_reason")
-            text = message.get("content") or ""
-            refusal = message.get("refusal")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return unreadable_reply(content)
-        counts = reply.get("usage")
-        details = counts.get("prompt_tokens_details") if isinstance(counts, Mapping) else None
-        usage = Usage(
-            input_tokens=tokens(counts, "prompt_tokens"),
-            output_tokens=tokens(counts, "completion_tokens"),
-            cached_tokens=tokens(details, "cached_tokens"),
+        body = {**self._fixed, "messages": messages}
+        reply = await outcome_of(
+            self._client.post("/chat/completions", body=body, cast_to=httpx2.Response)
         )
-        model = reply.get("model")
-        model_reported = model if isinstance(model, str) else None
-        if refusal:
-            return Answer(str(refusal), FinishReason.REFUSAL, usage, model_reported)
-        if reason == "abort":  # vLLM broke it off
-            return Failure(
-                Outcome.TRANSIENT, "the server broke the answer off", usage, may_repeat=False
-            )
-        if reason not in _FINISH_REASONS or not isinstance(text, str):
-            return Failure(
-                Outcome.REJECTED, f"the model stopped for an unknown reason: {reason!r}", usage
-            )
-        if reason == "stop":
-            text = without_filled_nulls(text, self._schema)
-        return Answer(text, _FINISH_REASONS[reason], usage, model_reported)
+        if isinstance(reply, ErrorReply):
+            return classify_error(reply)
+        return reply if isinstance(reply, Failure) else _answer(reply.content, self._schema)
 
-    def _failure(self, reply: ErrorReply) -> Failure:
-        names = {reply.code, reply.kind}
-        if names & _SYSTEMIC_CODES:
+
+async def outcome_of(calling: Awaitable[_T]) -> _T | ErrorReply | Failure:
+    """Return what a call of the SDK returns, what an error reply says, or how it was cut off."""
+    import httpx2
+    import openai
+
+    try:
+        return await calling
+    except openai.APIStatusError as error:
+        reply = error.response
+        return read_error_reply(reply.status_code, reply.headers, reply.content)
+    except openai.APIConnectionError as error:
+        return lost_connection(error)
+    except (httpx2.HTTPError, ssl.SSLError) as error:  # while the reply's body was read
+        return lost_connection(error)
+
+
+def _answer(content: bytes, schema: Mapping[str, Any]) -> Answer | Failure:
+    try:
+        reply = json.loads(content)
+    except ValueError:
+        return unreadable_reply(content)
+    return parse_answer(reply, schema)
+
+
+def parse_answer(reply: Any, schema: Mapping[str, Any]) -> Answer | Failure:
+    """Return the answer in the decoded body of a good reply, fitted to the user's schema."""
+    try:
+        choice = reply["choices"][0]
+        message = choice["message"]
+        reason = choice.get("finish_reason")
+        text = message.get("content") or ""
+        refusal = message.get("refusal")
+    except (LookupError, TypeError, AttributeError):
+        return unreadable_reply(json.dumps(reply).encode())
+    usage = _parse_usage(reply.get("usage"))
+    model = reply.get("model")
+    model_reported = model if isinstance(model, str) else None
+    if refusal:
+        return Answer(str(refusal), FinishReason.REFUSAL, usage, model_reported)
+    if reason == "abort":  # vLLM broke it off
+        return Failure(
+            Outcome.TRANSIENT, "the server broke the answer off", usage, may_repeat=False
+        )
+    if not isinstance(reason, str) or not isinstance(text, str) or reason not in _FINISH_REASONS:
+        return Failure(
+            Outcome.REJECTED, f"the model stopped for an unknown reason: {reason!r}", usage
+        )
+    if reason == "stop":
+        text = without_filled_nulls(text, schema)
+    return Answer(text, _FINISH_REASONS[reason], usage, model_reported)
+
+
+def _parse_usage(counts: Any) -> Usage:
+    if not isinstance(counts, Mapping):
+        return Usage()
+    read, written = counts.get("prompt_tokens_details"), counts.get("completion_tokens_details")
+    return Usage(
+        input_tokens=tokens(counts, "prompt_tokens"),
+        output_tokens=tokens(counts, "completion_tokens"),
+        cached_tokens=tokens(read, "cached_tokens"),
+        cache_write_tokens=tokens(read, "cache_write_tokens"),
+        reasoning_tokens=tokens(written, "reasoning_tokens"),
+    )
+
+
+def classify_error(reply: ErrorReply) -> Failure:
+    """Return what an error of the API says about the request that got it."""
+    names = {reply.code, reply.kind}
+    if names & _SYSTEMIC_CODES:
+        return failure_of_all(reply)
+    if reply.status in (400, 413, 422):
+        said = f"status {reply.status}: {reply.message}"
+        if names & _TOO_LONG_CODES or _TOO_LONG_TEXT.search(reply.message):
+            return Failure(Outcome.TOO_LONG, said)
+        if "content_filter" in names:
+            return Failure(Outcome.FILTERED, said)
+        if reply.param and re.split(r"[.\[]", reply.param)[0] in _FIXED_FIELDS:
+            # A parameter or the schema, which all requests have in common.
             return failure_of_all(reply)
-        if reply.status in (400, 413, 422):
-            said = f"status {reply.status}: {reply.message}"
-            if names & _TOO_LONG_CODES or _TOO_LONG_TEXT.search(reply.message):
-                return Failure(Outcome.TOO_LONG, said)
-            if "content_filter" in names:
-                return Failure(Outcome.FILTERED, said)
-            if reply.param and re.split(r"[.\[]", reply.param)[0] in self._fixed:
-                # A parameter or the schema, which all requests have in common.
-                return failure_of_all(reply)
-        return failure_by_status(reply)
+    return failure_by_status(reply)
 
 
 def fixed_body(call: Call, *, is_compatible: bool) -> dict[str, Any]:

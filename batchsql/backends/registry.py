@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchsql.backends import anthropic, local, openai
+from batchsql.backends import (
+    anthropic,
+    anthropic_batch,
+    aws,
+    bedrock,
+    bedrock_batch,
+    google,
+    google_batch,
+    local,
+    openai,
+    openai_batch,
+)
 from batchsql.backends.base import StreamBackend
 from batchsql.backends.batch import BatchBackend
 from batchsql.backends.endpoint import ONLINE_OPTIONS
@@ -35,12 +46,40 @@ class _Provider:
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
 _PROVIDERS: dict[str, _Provider] = {
     "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS),
-    "openai": _Provider(openai.open_openai, openai.PARAMS, ONLINE_OPTIONS, openai.check_openai),
+    "openai": _Provider(
+        openai.open_openai,
+        openai.PARAMS,
+        ONLINE_OPTIONS,
+        openai.check_openai,
+        openai_batch.open_openai_batch,
+    ),
     "openai_compatible": _Provider(
-        openai.open_compatible, openai.COMPATIBLE_PARAMS, ONLINE_OPTIONS, openai.check_compatible
+        openai.open_compatible,
+        openai.COMPATIBLE_PARAMS,
+        openai.COMPATIBLE_OPTIONS,
+        openai.check_compatible,
+        openai_batch.open_compatible_batch,
+    ),
+    "google": _Provider(
+        google.open_google,
+        google.PARAMS,
+        ONLINE_OPTIONS,
+        google.check_google,
+        google_batch.open_google_batch,
     ),
     "anthropic": _Provider(
-        anthropic.open_anthropic, anthropic.PARAMS, ONLINE_OPTIONS, anthropic.check_anthropic
+        anthropic.open_anthropic,
+        anthropic.PARAMS,
+        ONLINE_OPTIONS,
+        anthropic.check_anthropic,
+        anthropic_batch.open_anthropic_batch,
+    ),
+    "bedrock": _Provider(
+        bedrock.open_bedrock,
+        bedrock.PARAMS,
+        aws.OPTIONS,
+        aws.check_aws,
+        bedrock_batch.open_bedrock_batch,
     ),
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from batchsql.declare.returns import Returns
+from batchsql.declare.returns import Field, Returns
 from batchsql.types import Message, ModelRef
 
 KEY_RECIPE = 1
@@ -67,6 +67,22 @@ def _ordered(schema: object) -> object:
     }
 
 
+def parse_asked(asked: Sequence[Sequence[Any]]) -> Returns:
+    """Return the outputs that ``asked_json`` was made of."""
+    return Returns(tuple(Field(name, _unordered(schema), hidden) for name, schema, hidden in asked))
+
+
+def _unordered(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: _unordered(child) for name, child in value}
+        if key == "properties" and isinstance(value, list)
+        else _unordered(value)
+        for key, value in schema.items()
+    }
+
+
 def digest(data: bytes) -> str:
     """Return the key of some bytes: 32 hex digits."""
     return hashlib.sha256(data).hexdigest()[:KEY_HEX_DIGITS]
@@ -109,7 +125,7 @@ class RequestKeyer:
     and the row's own does not change a key.
 
     >>> from batchsql.types import Role
-    >>> from batchsql.declare.returns import Returns
+    >>> from batchsql.declare.returns import Field, Returns
     >>> hi = (Message(Role.USER, "hi"),)
     >>> def keyer(prefix):
     ...     return RequestKeyer(ModelRef("local", "m"), {}, Returns(()), {}, prefix)

@@ -6,14 +6,13 @@ model; what needs the model's columns is checked by ``check_columns`` as soon as
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from batchsql.declare.config import read_config
+from batchsql.declare.durations import Deadline
 from batchsql.declare.normalize import Normalize
 from batchsql.declare.prompt import (
     BoundPrompt,
@@ -23,49 +22,15 @@ from batchsql.declare.prompt import (
     parse_prompt,
 )
 from batchsql.declare.returns import Returns, parse_returns
-from batchsql.errors import Mistake, SpecError, show_value
-from batchsql.types import ModelRef
+from batchsql.declare.routing import OnComplete
+from batchsql.errors import Mistake, SpecError
+from batchsql.types import ModelRef, OnPending, RouteChoice
 
 CheckModel = Callable[[ModelRef, Mapping[str, Any], Mapping[str, Any]], list[Mistake]]
 """Looks at the provider, the parameters and the engine options; returns the mistakes."""
 
-
-class LlmConfig(BaseModel):
-    """The keys of ``meta.llm``. Their meaning for users is in ``docs/declaring.md``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    model: str
-    prompt: str
-    returns: dict[str, Any]
-    params: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
-    normalize: str = Normalize.STANDARD.value
-    incremental: bool = False
-    limit: Annotated[int, Field(ge=0)] | None = None
-    read_from: list[str] | str = []
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    ledger_schema: Annotated[str, Field(min_length=1)] | None = None
-    flush_rows: Annotated[int, Field(ge=1)] = 100
-    flush_seconds: Annotated[float, Field(gt=0)] = 5.0
-    lease_seconds: Annotated[float, Field(ge=1)] = 60.0
-
-
-_EXPLAINED = {
-    "model": "a text such as 'local/smollm2-135m'",
-    "prompt": "the path of a prompt file, or the prompt itself",
-    "returns": "a mapping from each output's name to its JSON Schema",
-    "params": "a mapping such as {temperature: 0}",
-    "engine": "a mapping of engine options",
-    "incremental": "true or false",
-    "limit": "a whole number, 0 or more",
-    "read_from": "a schema name, or a list of them",
-    "max_attempts": "a whole number from 1 to 100",
-    "ledger_schema": "a schema name",
-    "flush_rows": "a whole number, 1 or more",
-    "flush_seconds": "a number above 0",
-    "lease_seconds": "a number, 1 or more",
-}
+CheckPrices = Callable[[object], list[Mistake]]
+"""Looks at the declared prices; returns the mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +53,21 @@ class Declaration:
     flush_rows: int
     flush_seconds: float
     lease_seconds: float
+    route: RouteChoice
+    egress: bool
+    alternatives: Mapping[str, ModelRef]
+    urgent_when: str | None
+    online_up_to: int
+    max_batch_requests: int | None
+    retry_last_online: bool
+    deadline: Deadline | None
+    rescue_before_seconds: float
+    rescue_max_usd: float
+    wait_seconds: float
+    on_pending: OnPending
+    on_complete: OnComplete | None
+    prices: Mapping[str, float] | None
+    allow_fresh_ledger: bool
     unique_key: tuple[str, ...]
 
     @property
@@ -106,6 +86,7 @@ def parse_declaration(
     unique_key: object = None,
     project_root: Path,
     check_model: CheckModel,
+    check_prices: CheckPrices = lambda value: [],
     more_mistakes: Sequence[Mistake] = (),
 ) -> Declaration:
     """Read a declaration, its project's defaults under it and one run's overrides over it.
@@ -118,6 +99,7 @@ def parse_declaration(
         unique_key: dbt's ``unique_key`` config: None, a column or a list of columns.
         project_root: the directory prompt paths start from and may not leave.
         check_model: knows the providers, their parameters and engine options.
+        check_prices: knows the kinds of tokens that have a price.
         more_mistakes: mistakes found elsewhere, to be reported together with these.
 
     Raises:
@@ -148,13 +130,13 @@ def parse_declaration(
         )
         raise SpecError(subject, mistakes)
 
-    config, config_mistakes = _read_config(merged)
+    config, config_mistakes = read_config(merged)
     mistakes += config_mistakes
     broken = {mistake.where.split(".")[0] for mistake in config_mistakes}
 
     model = None
     if "model" not in broken:
-        model, found = _read_model(merged["model"])
+        model, found = _read_model("model", merged["model"])
         mistakes += found
     if model and not broken & {"params", "engine"}:
         mistakes += check_model(model, merged.get("params", {}), merged.get("engine", {}))
@@ -170,6 +152,15 @@ def parse_declaration(
     if "normalize" not in broken and normalize not in [mode.value for mode in Normalize]:
         accepted = ", ".join(mode.value for mode in Normalize)
         mistakes.append(Mistake("normalize", f"got {normalize!r}; accepted: {accepted}"))
+    alternatives = {}
+    if "alternatives" not in broken:
+        for kind, text in merged.get("alternatives", {}).items():
+            alternatives[kind], found = _read_model(f"alternatives.{kind}", text)
+            mistakes += found
+    if "prices" not in broken and merged.get("prices") is not None:
+        mistakes += check_prices(merged["prices"])
+    if not broken & {"rescue_max_usd", "deadline"}:
+        mistakes += _check_rescue(merged)
     keys = _read_unique_key(unique_key)
     if keys is None:
         mistakes.append(
@@ -203,45 +194,39 @@ def parse_declaration(
         flush_rows=config.flush_rows,
         flush_seconds=config.flush_seconds,
         lease_seconds=config.lease_seconds,
+        route=config.route,
+        egress=config.egress,
+        alternatives={kind: ref for kind, ref in alternatives.items() if ref},
+        urgent_when=config.urgent_when,
+        online_up_to=config.online_up_to,
+        max_batch_requests=config.max_batch_requests,
+        retry_last_online=config.retry_last_online,
+        deadline=config.deadline,
+        rescue_before_seconds=config.rescue_before,
+        rescue_max_usd=config.rescue_max_usd,
+        wait_seconds=config.wait,
+        on_pending=config.on_pending,
+        on_complete=config.on_complete,
+        prices=config.prices,
+        allow_fresh_ledger=config.allow_fresh_ledger,
         unique_key=keys or (),
     )
 
 
-def _read_config(merged: Mapping[str, Any]) -> tuple[LlmConfig | None, list[Mistake]]:
-    try:
-        # YAML and JSON have one kind of number: a whole one is welcome where a float is meant.
-        as_read = {
-            key: float(value) if key.endswith("_seconds") and type(value) is int else value
-            for key, value in merged.items()
-        }
-        return LlmConfig.model_validate(as_read), []
-    except ValidationError as error:
-        return None, _explain(error, merged)
+def _check_rescue(merged: Mapping[str, Any]) -> list[Mistake]:
+    """Look for money set aside for a rescue that never comes."""
+    allowed = merged.get("rescue_max_usd", 0)
+    if not allowed or merged.get("deadline") is not None:
+        return []
+    message = f"got {allowed!r} but there is no deadline to rescue for; give one, or leave this out"
+    return [Mistake("rescue_max_usd", message)]
 
 
-def _explain(error: ValidationError, merged: Mapping[str, Any]) -> list[Mistake]:
-    mistakes: dict[str, Mistake] = {}
-    accepted = sorted(LlmConfig.model_fields)
-    for problem in error.errors():
-        key = str(problem["loc"][0])
-        shown = show_value(key, merged.get(key))
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, accepted, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            message = f"unknown key with value {shown}; {hint}accepted: {', '.join(accepted)}"
-        elif problem["type"] == "missing":
-            message = f"is missing; give {_EXPLAINED[key]}"
-        else:
-            message = f"got {shown}; wanted is {_EXPLAINED.get(key, problem['msg'])}"
-        mistakes.setdefault(key, Mistake(key, message))
-    return list(mistakes.values())
-
-
-def _read_model(text: str) -> tuple[ModelRef | None, list[Mistake]]:
+def _read_model(where: str, text: str) -> tuple[ModelRef | None, list[Mistake]]:
     provider, slash, name = text.partition("/")
     if not (provider and slash and name):
         return None, [
-            Mistake("model", f"got {text!r}; write provider/name, such as 'local/smollm2-135m'")
+            Mistake(where, f"got {text!r}; write provider/name, such as 'local/smollm2-135m'")
         ]
     return ModelRef(provider, name), []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -100,6 +101,7 @@ class Anthropic:
         self._models = {**MODELS, **{name: name for name in models}}
         self._batches: dict[str, _Batch] = {}
         self._check = MessagesChecker()
+        self._signature = secrets.token_hex(8)
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -119,7 +121,12 @@ class Anthropic:
         ]
 
     def authenticate(self, request: web.Request) -> None:
-        """Accept any key in a Bearer header, or in the older ``x-api-key``."""
+        """Accept any key in a Bearer header, or in the older ``x-api-key``.
+
+        A URL of results at another origin is signed and needs no key.
+        """
+        if request.query.get("signature") == self._signature and request.path.endswith("/results"):
+            return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         has_bearer = scheme.lower() == "bearer" and bool(key.strip())
         if not has_bearer and not request.headers.get("x-api-key", "").strip():
@@ -338,9 +345,10 @@ class Anthropic:
         status = "ended" if batch.has_ended else "canceling" if line.is_cancelled else "in_progress"
         root = request.path[: request.path.index("/v1/messages")]
         # Another origin, though the same server, so that it can be seen what is sent there.
-        host = request.host
+        host, query = request.host, ""
         if batch.is_met_by(Behaviour.FOREIGN_URL):
             host = host.replace("127.0.0.1", "localhost")
+            query = f"?signature={self._signature}"
         has_results = batch.has_ended and not is_archived
         return {
             "id": batch.id,
@@ -357,7 +365,7 @@ class Anthropic:
                 _stamp(line.created_at + RESULTS_KEPT_SECONDS) if is_archived else None
             ),
             "results_url": (
-                f"{request.scheme}://{host}{root}/v1/messages/batches/{batch.id}/results"
+                f"{request.scheme}://{host}{root}/v1/messages/batches/{batch.id}/results{query}"
                 if has_results
                 else None
             ),

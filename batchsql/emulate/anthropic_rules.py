@@ -89,6 +89,11 @@ class MessagesChecker:
             raise invalid(
                 f"A maximum of {MAX_CACHE_MARKS} blocks with cache_control may be provided."
             )
+        ages = [block.ttl for block in blocks if block.ttl is not None]
+        if ages != sorted(ages):  # "1h" before "5m"
+            raise invalid(
+                "cache_control.ttl: a ttl='1h' block must not come after a ttl='5m' block."
+            )
         return Messages(body["model"], blocks, max_tokens, self._schema(body.get("output_config")))
 
     def _schema(self, config: Any) -> Mapping[str, Any] | None:
@@ -171,6 +176,9 @@ def _ttl(control: Any, where: str) -> str | None:
         return None
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         raise invalid(f"{where}.cache_control.type: Input should be 'ephemeral'")
+    for name in control:
+        if name not in ("type", "ttl"):
+            raise invalid(f"{where}.cache_control.{name}: Extra inputs are not permitted")
     ttl: str = control.get("ttl", "5m")
     if ttl not in ("5m", "1h"):
         raise invalid(f"{where}.cache_control.ttl: Input should be '5m' or '1h'")

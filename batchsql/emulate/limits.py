@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchsql.emulate.anthropic import AnthropicLimits
+from batchsql.emulate.bedrock import BedrockLimits
+from batchsql.emulate.google import GoogleLimits
 from batchsql.emulate.openai import OpenAILimits
 from batchsql.errors import Mistake, SpecError
 
 
-def read_limits(options: Iterable[str]) -> tuple[OpenAILimits, AnthropicLimits]:
-    """Return each provider's limits, changed by options such as ``openai.batch_requests=10``.
+def read_limits(options: Iterable[str]) -> Mapping[str, Any]:
+    """Return the limits by provider, changed by options such as ``openai.batch_requests=10``.
 
     Raises SpecError with every mistake.
     """
-    limits: dict[str, Any] = {"openai": OpenAILimits(), "anthropic": AnthropicLimits()}
+    limits: dict[str, Any] = {
+        "openai": OpenAILimits(),
+        "anthropic": AnthropicLimits(),
+        "bedrock": BedrockLimits(),
+        "google": GoogleLimits(),
+    }
     mistakes = []
     for option in options:
         name, _, number = option.partition("=")
@@ -32,4 +39,4 @@ def read_limits(options: Iterable[str]) -> tuple[OpenAILimits, AnthropicLimits]:
             limits[provider] = dataclasses.replace(limits[provider], **{limit: int(number)})
     if mistakes:
         raise SpecError("limits", mistakes)
-    return limits["openai"], limits["anthropic"]
+    return limits

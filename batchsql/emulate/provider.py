@@ -18,7 +18,7 @@ from aiohttp import web
 from batchsql.emulate.answers import PrefixCache, SchemaAnswers, count_tokens, make_text
 from batchsql.emulate.bill import Bill, Charge, hash_content
 from batchsql.emulate.script import Behaviour, Moment, Rule, Script
-from batchsql.emulate.timeline import Clock, Durations, Timeline
+from batchsql.emulate.timeline import WINDOW_SECONDS, Clock, Durations, Timeline
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -53,7 +53,7 @@ class World:
     answers: SchemaAnswers = field(default_factory=SchemaAnswers)
     cache: PrefixCache = field(default_factory=PrefixCache)
 
-    def timeline(self, rule: Rule | None) -> Timeline:
+    def timeline(self, rule: Rule | None, window_seconds: float = WINDOW_SECONDS) -> Timeline:
         """Return the life of a batch that is created now under a misbehaviour."""
         behaviour = None if rule is None else rule.behaviour
         return Timeline(
@@ -61,6 +61,7 @@ class World:
             self.durations,
             stalls_at=rule.fraction if rule and behaviour is Behaviour.EXPIRE else None,
             cancel_hangs=behaviour is Behaviour.CANCEL_HANGS,
+            window_seconds=window_seconds,
         )
 
 
@@ -215,6 +216,13 @@ def too_long(provider: str, limit: int, tokens: int) -> ApiError:
     if provider == "anthropic":
         return ApiError(
             400, "invalid_request_error", f"prompt is too long: {tokens} tokens > {limit} maximum"
+        )
+    if provider == "google":
+        return ApiError(
+            400,
+            "INVALID_ARGUMENT",
+            f"The input token count ({tokens}) exceeds the maximum number of tokens allowed "
+            f"({limit}).",
         )
     return ApiError(
         400,

@@ -13,7 +13,9 @@ from typing import Any
 from aiohttp import web
 
 from batchsql.emulate.anthropic import Anthropic, AnthropicLimits
+from batchsql.emulate.bedrock import Bedrock, BedrockLimits
 from batchsql.emulate.bill import Bill
+from batchsql.emulate.google import Google, GoogleLimits
 from batchsql.emulate.openai import OpenAI, OpenAILimits
 from batchsql.emulate.provider import (
     ApiError,
@@ -26,6 +28,7 @@ from batchsql.emulate.provider import (
     new_id,
     read_json,
 )
+from batchsql.emulate.s3 import KEY, REGION, ObjectStore
 from batchsql.emulate.script import Behaviour, Moment, Rule, Script, parse_rules
 from batchsql.emulate.timeline import Clock, Durations, Phase
 from batchsql.errors import BatchsqlError
@@ -69,6 +72,8 @@ class Emulator:
         self, *, port: int = 0, rules: Iterable[Rule] = (), speed: float = 1.0,
         durations: Durations | None = None, latency_seconds: float = 0.0,
         openai: OpenAILimits | None = None, anthropic: AnthropicLimits | None = None,
+        bedrock: BedrockLimits | None = None, s3_endpoint_url: str | None = None,
+        google: GoogleLimits | None = None,
         models: Sequence[str] = (), on_call: Callable[[Call], None] | None = None,
     ) -> None:  # fmt: skip
         self._port = port
@@ -80,9 +85,15 @@ class Emulator:
         self._world = World(Clock(), (durations or Durations()).at_speed(speed), Script(rules))
         self._openai = OpenAI(self._world, openai, models)
         self._anthropic = Anthropic(self._world, anthropic, models)
+        self._google = Google(self._world, google, models)
+        self._s3_endpoint_url = s3_endpoint_url
+        store = None if s3_endpoint_url is None else ObjectStore(s3_endpoint_url)
+        self._bedrock = Bedrock(self._world, bedrock, models, store)
         self._limits: Mapping[str, int | None] = {
             "openai": openai.concurrent_requests if openai else None,
             "anthropic": anthropic.concurrent_requests if anthropic else None,
+            "bedrock": bedrock.concurrent_requests if bedrock else None,
+            "google": google.concurrent_requests if google else None,
         }
         self._busy: Counter[str] = Counter()
         self._calls: list[Call] = []
@@ -167,7 +178,7 @@ class Emulator:
 
     @property
     def _providers(self) -> Sequence[Provider]:
-        return (self._openai, self._anthropic)
+        return (self._openai, self._anthropic, self._bedrock, self._google)
 
     # --- where it is ----------------------------------------------------------------------------
 
@@ -187,6 +198,16 @@ class Emulator:
         return f"{self.url}/anthropic"
 
     @property
+    def bedrock_base_url(self) -> str:
+        """The ``endpoint_url`` for boto3's clients ``bedrock`` and ``bedrock-runtime``."""
+        return f"{self.url}/bedrock"
+
+    @property
+    def google_base_url(self) -> str:
+        """The ``base_url`` for Google's SDK."""
+        return f"{self.url}/google"
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """The variables that send the official SDKs here, with a key that is none."""
         return {
@@ -194,6 +215,15 @@ class Emulator:
             "OPENAI_API_KEY": "rehearsal",
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": "rehearsal",
+            "GOOGLE_GEMINI_BASE_URL": self.google_base_url,
+            "GEMINI_API_KEY": "rehearsal",
+            "GOOGLE_API_KEY": "rehearsal",  # the SDK prefers it
+            "AWS_ENDPOINT_URL_BEDROCK": self.bedrock_base_url,
+            "AWS_ENDPOINT_URL_BEDROCK_RUNTIME": self.bedrock_base_url,
+            **({"AWS_ENDPOINT_URL_S3": self._s3_endpoint_url} if self._s3_endpoint_url else {}),
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": KEY,
+            "AWS_DEFAULT_REGION": REGION,
         }
 
     # --- control --------------------------------------------------------------------------------
@@ -368,7 +398,10 @@ class Emulator:
     def _record(
         self, operation: str, request: web.Request, status: int, behaviour: Behaviour | None
     ) -> None:
-        authorization = request.headers.get("authorization") or request.headers.get("x-api-key")
+        names = ("authorization", "x-api-key", "x-goog-api-key")
+        authorization = next(
+            (request.headers[name] for name in names if name in request.headers), None
+        )
         call = Call(operation, request.method, request.path, status, authorization, behaviour)
         with self._lock:
             self._calls.append(call)

@@ -79,6 +79,7 @@ class Timeline:
     durations: Durations
     stalls_at: float | None = None
     cancel_hangs: bool = False
+    window_seconds: float = WINDOW_SECONDS
     created_at: float = 0.0
     _skipped: float = 0.0
     _cancelled_after: float | None = None
@@ -96,11 +97,11 @@ class Timeline:
         """Where the batch is now."""
         spans = self.durations
         if self._cancelled_after is not None:
-            if self.elapsed >= WINDOW_SECONDS:
+            if self.elapsed >= self.window_seconds:
                 return Phase.EXPIRED if self.cancel_hangs else Phase.CANCELLED
             is_over = self.elapsed >= self._cancelled_after + spans.cancelling
             return Phase.CANCELLED if is_over and not self.cancel_hangs else Phase.CANCELLING
-        if self.stalls_at is not None and self.elapsed >= WINDOW_SECONDS:
+        if self.stalls_at is not None and self.elapsed >= self.window_seconds:
             return Phase.EXPIRED
         if self.elapsed < spans.validating:
             return Phase.VALIDATING
@@ -155,7 +156,7 @@ class Timeline:
             Phase.DONE: started + spans.processing + spans.finalizing,
             Phase.CANCELLING: cancelled or 0.0,
             Phase.CANCELLED: (cancelled or 0.0) + spans.cancelling,
-            Phase.EXPIRED: float(WINDOW_SECONDS),
+            Phase.EXPIRED: float(self.window_seconds),
         }
         if cancelled is not None and phase is Phase.DONE:
             return points[Phase.CANCELLED]

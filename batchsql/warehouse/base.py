@@ -116,6 +116,10 @@ class Warehouse(Protocol):
 
     def fetch(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]: ...
 
+    def stream(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a query in batches. Nothing else may be asked before its end."""
+        ...
+
     def stage(self, name: str, table: pa.Table) -> str:
         """Make an Arrow table readable under the returned name until the transaction ends."""
         ...

@@ -209,6 +209,9 @@ class DuckDBWarehouse:
         rows: list[tuple[Any, ...]] = self._cursor.execute(sql, list(params)).fetchall()
         return rows
 
+    def stream(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        yield from self._cursor.sql(sql).to_arrow_reader(batch_rows)
+
     def stage(self, name: str, table: pa.Table) -> str:
         staged = f"batchsql_stage_{name}"
         self._cursor.register(staged, table)

@@ -310,6 +310,11 @@ class PostgresWarehouse:
             cursor.execute(_numbered(sql), tuple(params) or None)
             return take(cursor)
 
+    def stream(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        with self.transaction(), self._connection.cursor() as cursor:
+            cursor.execute(sql)
+            yield from cursor.fetch_record_batch()
+
     def stage(self, name: str, table: pa.Table) -> str:
         staged = f"batchsql_stage_{name}"
         with self._connection.cursor() as cursor:

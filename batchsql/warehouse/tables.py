@@ -9,7 +9,7 @@ from batchsql.errors import LedgerVersionError
 from batchsql.version import __version__
 from batchsql.warehouse.base import Warehouse, fit_identifier, quote
 
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
 """Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
 
 _MIGRATIONS: dict[int, tuple[str, ...]] = {
@@ -66,6 +66,46 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
                               and l.attempt_number > a.attempt_number)
               and not exists (select 1 from {results} r where r.request_key = a.request_key)""",
     ),
+    # Provider batches: a shard lives on between two runs, and what is known of it stands here.
+    2: (
+        *(
+            f"alter table {{shards}} add column {column}"
+            for column in (
+                "route text",
+                "route_reason text",
+                "settings text",
+                "account text",
+                "uploaded text",
+                "provider_batch_id text",
+                "provider_state text",
+                "provider_ok bigint",
+                "provider_failed bigint",
+                "end_state text",
+                "fault text",
+                "error text",
+                "intent_at timestamp with time zone",
+                "intent_expires_at timestamp with time zone",
+                "submitted_at timestamp with time zone",
+                "checked_at timestamp with time zone",
+                "ended_at timestamp with time zone",
+                "results_until timestamp with time zone",
+                "deadline_at timestamp with time zone",
+                "cancel_requested_at timestamp with time zone",
+            )
+        ),
+        *(
+            f"alter table {{attempts}} add column {column}"
+            for column in (
+                "route text",
+                "cache_write_tokens bigint",
+                "reasoning_tokens bigint",
+                "copy_of uuid",
+            )
+        ),
+        """create table {completions} (
+            enrichment text not null {pk}, spec_version uuid not null,
+            opened_at timestamp with time zone not null, fired_at timestamp with time zone)""",
+    ),
 }
 
 # PostgreSQL finds the attempts of a request by index; DuckDB scans a column faster than it would
@@ -77,7 +117,8 @@ _POSTGRES_INDEXES = (
 )
 
 _TABLES = (
-    "specs", "items", "requests", "claims", "shards", "attempts", "results", "runs", "dead_letters",
+    "specs", "items", "requests", "claims", "shards", "attempts", "results", "runs", "completions",
+    "dead_letters",
 )  # fmt: skip
 
 _TEMPORARY_SCHEMA = {"duckdb": "temp.main", "postgres": "pg_temp"}
@@ -170,6 +211,11 @@ class LedgerTables:
                 f"this one ({__version__}) knows version {LEDGER_VERSION}. Upgrade batchsql here"
             )
         return version
+
+
+def braced(text: str) -> str:
+    """Keep the braces of a name or of filled SQL through ``LedgerTables.sql``."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def relation_name(warehouse: Warehouse, schema: str, name: str) -> str:

@@ -51,6 +51,9 @@ class BaseOnline:
     key_env: str | None  # the default key's variable, for providers that have one
     custom_headers_env: str
     base_path = ""
+    key_header = "authorization"
+    key_prefix = "Bearer "
+    usage = Usage(input_tokens=100, output_tokens=5, cached_tokens=80)  # what good() tells
 
     def good(self, text: str = GOOD, reason: str | None = None) -> Reply:
         """Return a reply that holds this answer."""
@@ -83,7 +86,7 @@ class BaseOnline:
         monkeypatch.setattr(online, "FIRST_BACKOFF_SECONDS", 0.01)
         monkeypatch.setattr(online, "MAX_BACKOFF_SECONDS", 0.05)
         monkeypatch.setenv("TEST_API_KEY", KEY)
-        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
             monkeypatch.setenv(name, "sk-own-key-of-this-machine")
 
     @pytest.fixture(autouse=True)
@@ -129,11 +132,11 @@ class BaseOnline:
         assert {c.finish_reason for c in completions} == {FinishReason.STOP}
         assert server.sent() == dict.fromkeys(texts, 1)
         assert {seen.path for seen in server.seen} == {self.path}
-        assert {seen.headers["authorization"] for seen in server.seen} == {f"Bearer {KEY}"}
+        assert {seen.headers[self.key_header] for seen in server.seen} == {self.key_prefix + KEY}
 
     def test_usage_counts_cached_tokens_as_input(self, server: OnlineServer) -> None:
         (completion,) = self.complete(server, "x")
-        assert completion.usage == Usage(input_tokens=100, output_tokens=5, cached_tokens=80)
+        assert completion.usage == self.usage
         assert completion.model_reported == "small-1-2026"
         assert completion.started_at is not None and completion.finished_at is not None
 

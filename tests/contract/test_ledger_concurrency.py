@@ -18,8 +18,9 @@ import pytest
 from batchsql.declare.spec import Declaration
 from batchsql.errors import LedgerVersionError
 from batchsql.types import Call, Completion, Outcome, Request
-from batchsql.warehouse.ledger import Attempt, Ledger, SpecRow
+from batchsql.warehouse.ledger import Ledger, SpecRow
 from batchsql.warehouse.postgres import connect_adbc
+from batchsql.warehouse.shards import Attempt, ShardOrder
 from batchsql.warehouse.tables import LEDGER_VERSION
 from tests.support import fake
 from tests.support.lean import TEMPLATE, Forks, Job, connect, run_job, wait_for
@@ -316,11 +317,8 @@ def test_claim_that_waited_for_an_answer_being_written_is_given_up(
 ) -> None:
     job = Job(target, str(tmp_path / "sent.log"), ())
     key, spec = "a" * 32, "b" * 32
-    common: dict[str, Any] = {
-        "after": 0, "size": 5, "run_id": str(uuid.uuid4()), "owner": "o", "enrichment": "e",
-        "spec_version": spec, "backend": "fake", "model": "fake/m", "lease_seconds": 60,
-    }  # fmt: skip
-    todo = pa.RecordBatch.from_pydict({"request_key": [key], "position": [1]})
+    order = ShardOrder(str(uuid.uuid4()), "o", "e", spec, "fake", "fake/m", 60)
+    todo = pa.RecordBatch.from_pydict({"request_key": [key], "position": [1], "is_urgent": [False]})
     with (
         connect(job) as (_, first_warehouse, _, _),
         connect(job) as (_, second_warehouse, _, _),
@@ -338,13 +336,13 @@ def test_claim_that_waited_for_an_answer_being_written_is_given_up(
         )
         first.load_todo([todo])
         second.load_todo([todo])
-        shard, _ = first.claim(**common)
+        shard, _ = first.claim(order, after=0, size=5)
         assert shard is not None
         attempt = Attempt(shard.shard_id, key, 1, Outcome.OK, False, "{}", "c")
         with first_warehouse.transaction():
-            first._write_attempts([attempt], common["run_id"])
+            first._write_attempts([attempt], order.run_id)
             # The second one sees no answer yet, and waits for the claim that is about to go.
-            claiming = threads.submit(second.claim, **common)
+            claiming = threads.submit(second.claim, order, after=0, size=5)
             wait_for(
                 lambda: target.one(
                     "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"

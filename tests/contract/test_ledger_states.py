@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from batchsql.types import Outcome
 from batchsql.warehouse.duckdb import DuckDBWarehouse
-from batchsql.warehouse.ledger import Attempt, Claim, Ledger, SpecRow
+from batchsql.warehouse.ledger import Ledger, SpecRow
 from batchsql.warehouse.report import LedgerReport
+from batchsql.warehouse.shards import Attempt, Claim, ShardOrder
 
 SPEC = uuid.UUID(int=1).hex
 KEYS = [uuid.UUID(int=100 + n).hex for n in range(8)]
@@ -77,7 +78,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def list_wanted(self, name: str) -> None:
         numbered = pa.RecordBatch.from_pydict(
-            {"request_key": KEYS, "position": list(range(1, len(KEYS) + 1))}
+            {
+                "request_key": KEYS,
+                "position": list(range(1, len(KEYS) + 1)),
+                "is_urgent": [False] * len(KEYS),
+            }
         )
         self.owners[name].ledger.load_todo([numbered])
 
@@ -90,8 +95,8 @@ class LedgerMachine(RuleBasedStateMachine):
         owner = self.owners[name]
         claimed_before = {key for (key,) in self.many("select request_key from ledger.claims")}
         shard, last = owner.ledger.claim(
-            after=after, size=size, run_id=owner.run_id, owner=owner.lease_owner,
-            enrichment="e", spec_version=SPEC, backend="fake", model="fake/m", lease_seconds=60,
+            ShardOrder(owner.run_id, owner.lease_owner, "e", SPEC, "fake", "fake/m", 60),
+            after=after, size=size,
         )  # fmt: skip
         assert last >= after
         if shard is None:
@@ -154,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(name=owners)
     def take_over_from_dead_processes(self, name: str) -> None:
-        with mock.patch("batchsql.warehouse.ledger.process_id", return_value=name):
+        with mock.patch("batchsql.warehouse.shards.process_id", return_value=name):
             self.owners[name].ledger.free_lost_shards()
         held = (
             "select count(*) from ledger.shards where state = 'running' and owner not like '{}:%'"
@@ -167,7 +172,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "update ledger.shards set lease_expires_at = now() - interval 1 minute "
             f"where owner like '{name}:%' and state = 'running'"
         )
-        with mock.patch("batchsql.warehouse.ledger.process_id", return_value=name):
+        with mock.patch("batchsql.warehouse.shards.process_id", return_value=name):
             self.owners[name].ledger.free_lost_shards()
 
     @rule(name=owners)

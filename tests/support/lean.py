@@ -20,12 +20,17 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from batchsql import runner
+from batchsql import shipping
+from batchsql.backends import registry
 from batchsql.backends.base import StreamBackend
+from batchsql.backends.batch import BatchBackend
+from batchsql.collecting import OpenBatchBackend
 from batchsql.context import RunContext
 from batchsql.dbt import run_enrichment
 from batchsql.declare.spec import Declaration, parse_declaration
+from batchsql.pricing import open_prices
 from batchsql.runner import Counts, EnrichmentRun
+from batchsql.types import ModelRef
 from batchsql.warehouse.base import Dialect, Source, Warehouse
 from batchsql.warehouse.ledger import Ledger
 from tests.support import fake, points
@@ -49,6 +54,7 @@ class Job:
     log: str
     bodies: Sequence[str]
     name: str = "labels"
+    model: str = "fake/labeller"
     template: str = TEMPLATE
     engine: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -64,12 +70,16 @@ class Job:
         return f"host={self.target.profile['host']} user=postgres dbname=postgres"
 
 
+def _engine_of(job: Job) -> Mapping[str, Any]:
+    return {"log": job.log, "shard_requests": 4} if job.model.startswith("fake/") else {}
+
+
 def declare(job: Job) -> Declaration:
     declaration = parse_declaration(
         job.name,
         {
-            "model": "fake/labeller", "prompt": job.template, "returns": RETURNS,
-            "engine": {"log": job.log, "shard_requests": 4, **job.engine}, **job.options,
+            "model": job.model, "prompt": job.template, "returns": RETURNS,
+            "engine": {**_engine_of(job), **job.engine}, **job.options,
         },
         unique_key="id",
         project_root=Path(),
@@ -163,17 +173,21 @@ def run_job(
     database: Any = None,
     open_backend: Callable[[Declaration], StreamBackend] | None = None,
     say: Callable[[str], None] = lambda message: None,
+    open_batch_backend: OpenBatchBackend | None = None,
 ) -> Counts:
     """Run one model from the SELECT to the built table; return its counts."""
-    runner.WAIT_SECONDS = 0.05
+    shipping.WAIT_SECONDS = 0.05
+    shipping.BACKOFF_SECONDS = 0.01
     with connect(job, database) as (source, warehouse, dialect, build):
         context = RunContext(
             source=source,
             warehouse=warehouse,
             dialect=dialect,
             ledger=Ledger(warehouse, job.target.ledger),
-            open_backend=open_backend or (lambda d: fake.FakeBackend(d.engine)),
+            open_backend=open_backend or _open_backend,
             open_ledger=lambda schema: Ledger(warehouse, schema),
+            open_batch_backend=open_batch_backend or _open_batch_backend,
+            open_prices=open_prices,
             enrichment=f"model.shop.{job.name}",
             invocation_id="test",
             stop=threading.Event(),
@@ -185,6 +199,18 @@ def run_job(
         build(run.build_sql())
         run.finish()
         return run.counts
+
+
+def _open_backend(declaration: Declaration) -> StreamBackend:
+    if declaration.model.provider == fake.PROVIDER:
+        return fake.FakeBackend(declaration.engine)
+    return registry.open_backend(declaration.model, declaration.engine, Path())
+
+
+def _open_batch_backend(model: ModelRef, engine: Mapping[str, Any]) -> BatchBackend | None:
+    if model.provider == fake.PROVIDER:
+        return None
+    return registry.open_batch_backend(model, engine, Path())
 
 
 # --- processes ------------------------------------------------------------------------------------

@@ -32,7 +32,10 @@ class Seen:
 
     @property
     def text(self) -> str:
-        text: str = self.body["messages"][-1]["content"]
+        if "contents" in self.body:  # Gemini's form
+            text: str = self.body["contents"][-1]["parts"][0]["text"]
+        else:
+            text = self.body["messages"][-1]["content"]
         return text
 
 

@@ -14,18 +14,25 @@ PACKAGE = Path(batchsql.__file__).parent
 RANKS = {
     "types": 0, "errors": 0, "version": 0,
     "declare": 1,
-    "validate": 2,
+    "validate": 2, "plan": 2,
     "backends": 3, "warehouse": 3, "emulate": 3,
-    "context": 4, "progress": 4,
-    "shipping": 5,
-    "runner": 6,
-    "dbt": 7, "scaffold": 7,
-    "dbt_project": 8,
-    "cli": 9,
+    "progress": 4, "judging": 4,
+    "counting": 5, "pricing": 5,
+    "batches": 6,
+    "collecting": 7,
+    "context": 8,
+    "shipping": 9,
+    "dispatch": 10,
+    "runner": 11,
+    "dbt": 12, "scaffold": 12,
+    "dbt_project": 13,
+    "cli": 14,
 }  # fmt: skip
 SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},
     {"backends.local", "backends.openai", "backends.anthropic"},
+    {"backends.local", "backends.openai_batch", "backends.anthropic_batch"},
+    {"backends.local", "backends.openai", "backends.anthropic_batch"},
 ]
 
 

@@ -16,7 +16,7 @@ from batchsql.declare.keys import (
 )
 from batchsql.declare.returns import Field, Returns, parse_returns
 from batchsql.types import Message, ModelRef, Role
-from batchsql.warehouse.ledger import parse_messages
+from batchsql.warehouse.shards import parse_messages
 
 MESSAGES = st.lists(
     st.builds(Message, st.sampled_from(list(Role)), st.text(max_size=20)), max_size=5

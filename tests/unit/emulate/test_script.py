@@ -67,7 +67,8 @@ def test_wrong_rule_is_refused(option: str, told: str) -> None:
 
 
 def test_limits_are_read_and_all_mistakes_told() -> None:
-    openai, anthropic = read_limits(["openai.batch_requests=10", "anthropic.batch_bytes=99"])
+    limits = read_limits(["openai.batch_requests=10", "anthropic.batch_bytes=99"])
+    openai, anthropic = limits["openai"], limits["anthropic"]
     assert (openai.batch_requests, anthropic.batch_bytes) == (10, 99)
     with pytest.raises(SpecError) as raised:
         read_limits(["mistral.x=1", "openai.nope=1", "openai.batch_bytes=many"])

@@ -1,0 +1,537 @@
+"""The life of provider batches: submit, find again, poll, cancel, collect. See ``ShardState``.
+
+The order of durable steps, and what a death between two of them costs:
+
+1. requests are claimed for a planned shard: its lease runs out, or its process is seen to be gone,
+   and the claims are freed;
+2. the input is uploaded: the upload is forgotten, which costs nothing;
+3. the intent is committed: whoever looks after the shard next waits until the creation call can
+   no longer be running, and then asks the provider whether there is a batch;
+4. the batch is created: it is found, by the mark that it carries or by what it holds;
+5. its id is recorded: from here on it is polled;
+6. its end is recorded: the results are fetched;
+7. answers are written, many in one transaction with their claims: what is not written yet is
+   fetched again, which costs nothing;
+8. the shard is closed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from batchsql.backends.batch import (
+    BatchBackend,
+    BatchFault,
+    BatchGoneError,
+    BatchState,
+    BatchStatus,
+    MaybeCreatedError,
+    NotCreatedError,
+    ProviderBusyError,
+    ShardLabel,
+    custom_id,
+)
+from batchsql.counting import ShipCounts, count_attempts
+from batchsql.errors import BackendError, LeaseLostError, SystemicError
+from batchsql.judging import Judge
+from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
+from batchsql.types import Call, Completion, Message, Outcome, Request, Route
+from batchsql.warehouse.batch_shards import BatchShard
+from batchsql.warehouse.ledger import Ledger
+from batchsql.warehouse.shards import Attempt, Claim, ShardOrder, ShardState
+
+INGEST_ROWS = 5_000
+"""How many results are written at a time: fetching them again costs nothing."""
+
+LEASE_SECONDS = 900.0
+"""How long whoever looks after a batch may be silent: an upload can take minutes."""
+
+GONE_AFTER_SECONDS = 600.0
+"""A batch younger than this that its provider does not know may just not be listed yet."""
+
+OVERDUE_SECONDS = 24 * 3600.0
+"""How long after its window a batch that does not end is cancelled."""
+
+VANISH_WARNING_SECONDS = 3 * 24 * 3600.0
+"""How long before results are deleted people are warned."""
+
+_DOWNLOADS = 3
+_REFUSED = "every request is refused"
+_END_STATES = {
+    BatchState.COMPLETED: ShardState.COLLECTED,
+    BatchState.EXPIRED: ShardState.EXPIRED,
+    BatchState.CANCELLED: ShardState.CANCELLED,
+}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What became of an attempt to submit the next requests.
+
+    ``last`` is the position up to which the run's list was looked at; ``fault`` is set where the
+    provider surely has nothing of the shard.
+    """
+
+    shard: BatchShard | None
+    last: int
+    fault: BatchFault | None = None
+    message: str | None = None
+    retry_after_seconds: float | None = None
+
+
+class Batches:
+    """Brings the shards of one provider and account through their life.
+
+    ``counts`` is right at any time, also after an error.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        backend: BatchBackend,
+        *,
+        owner: str,
+        judge_of: Callable[[BatchShard], tuple[Judge, Call]],
+        say: Say,
+        warn: Say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = ShipCounts()
+        self.backend = backend
+        self._ledger = ledger
+        self._owner = owner
+        self._judge_of = judge_of
+        self._say = say
+        self._warn = warn
+        self._clock = clock
+
+    # --- submitting ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        order: ShardOrder,
+        call: Call,
+        prefix: Sequence[Message],
+        judge: Judge,
+        *,
+        after: int,
+        size: int,
+    ) -> Submission:
+        """Claim the next wanted requests of the batch lane and bring them to the provider.
+
+        Without a shard nothing was left to claim in the window. A shard that comes back as
+        submitting may or may not be at the provider; ``step`` finds out later.
+
+        Raises:
+            SystemicError: the provider refuses every batch. Nothing is claimed any more.
+        """
+        limits = self.backend.limits
+        encode = self.backend.encoder(call)
+        sample = Request("0" * 32, tuple(prefix))
+        shard, last = self._ledger.claim_batch(
+            replace(order, owner=self._owner, lease_seconds=LEASE_SECONDS, route=Route.BATCH),
+            after=after,
+            size=min(size, limits.max_requests),
+            max_bytes=limits.max_bytes,
+            overhead_bytes=len(encode(custom_id(sample.request_key, "0" * 32), sample)) + 64,
+            lane=Route.BATCH,
+        )
+        if shard is None:
+            return Submission(None, last)
+        try:
+            with tempfile.TemporaryDirectory(prefix="batchsql-") as folder:
+                lines = Path(folder) / "input.jsonl"
+                shard = self._write_lines(shard, lines, call, judge)
+                if not shard.state.is_open:
+                    return Submission(shard, last)
+                return replace(self._bring(shard, lines, call), last=last)
+        except LeaseLostError:
+            self._warn(f"the shard {shard.shard_id} was taken over; its new owner goes on with it")
+            return Submission(None, last)
+
+    def _write_lines(self, shard: BatchShard, lines: Path, call: Call, judge: Judge) -> BatchShard:
+        """Write a shard's input; what does not fit after all is given back."""
+        encode, max_bytes = self.backend.encoder(call), self.backend.limits.max_bytes
+        size = 0
+        left_out: list[str] = []
+        too_long: list[Attempt] = []
+        with lines.open("wb") as file:
+            for request in self._ledger.stream_requests(shard.shard_id):
+                line = encode(custom_id(request.request_key, shard.shard_id), request) + b"\n"
+                if len(line) > max_bytes:
+                    said = f"it takes {len(line):,} bytes, a whole batch at most {max_bytes:,}"
+                    refused = Completion(
+                        request.request_key, None, None, failure=Outcome.TOO_LONG, error=said
+                    )
+                    claim = Claim(request, 0, 0, 0)
+                    too_long.append(judge.attempt(refused, shard.shard_id, claim))
+                elif size + len(line) > max_bytes:
+                    left_out.append(request.request_key)
+                else:
+                    file.write(line)
+                    size += len(line)
+        if too_long:
+            self._flush(shard, too_long)
+        if too_long or left_out:
+            shard = self._ledger.release(shard, left_out)
+        if not shard.requests:
+            return self._ledger.close_batch(shard, ShardState.ABANDONED)
+        return shard
+
+    def _bring(self, shard: BatchShard, lines: Path, call: Call) -> Submission:
+        """Upload and create, the intent in between."""
+        ledger, backend = self._ledger, self.backend
+        try:
+            account = backend.account
+            uploaded = backend.upload(shard_label(shard), lines, call)
+            must_end_by = self._clock() + backend.limits.create_seconds
+            shard = ledger.begin_submission(shard, account, uploaded, backend.limits.create_seconds)
+            created = backend.create(shard_label(shard), lines, uploaded, call, must_end_by)
+        except (NotCreatedError, ProviderBusyError) as error:
+            fault = error.fault if isinstance(error, NotCreatedError) else BatchFault.TRANSIENT
+            shard = ledger.close_batch(
+                shard, ShardState.FAILED, error=str(error), fault=fault.value
+            )
+            return Submission(shard, 0, fault, str(error), error.retry_after_seconds)
+        except MaybeCreatedError as error:
+            shard = ledger.record_trouble(shard, str(error))
+            ledger.leave(shard)
+            self._warn(
+                f"the reply to the creation of a batch of {shard.requests:,} requests was lost "
+                f"({error}); it is looked for later and not sent again before"
+            )
+            return self._submitted(shard)
+        except BackendError as error:
+            ledger.close_batch(
+                shard, ShardState.FAILED, error=str(error), fault=BatchFault.SYSTEMIC.value
+            )
+            raise
+        shard = ledger.record_submission(shard, created.provider_batch_id, created.results_until)
+        ledger.leave(shard)
+        return self._submitted(shard)
+
+    def _submitted(self, shard: BatchShard) -> Submission:
+        self.counts += ShipCounts(submitted=shard.requests, batches=1)
+        return Submission(shard, 0)
+
+    # --- looking after ------------------------------------------------------------------------
+
+    def step(self, shard_id: str) -> BatchShard | None:
+        """Take the shard of a batch as far as it goes now; return it as it then is.
+
+        Returns None where somebody else looks after it, or it is over.
+
+        Raises:
+            SystemicError: the provider refuses us, or refused the whole batch. The shard itself is
+                in a state from which the next call goes on.
+        """
+        shard = self._ledger.attend(shard_id, self._owner, LEASE_SECONDS)
+        if shard is None:
+            return None
+        try:
+            return self._step(shard)
+        except LeaseLostError:
+            self._warn(f"the shard {shard_id} was taken over; its new owner goes on with it")
+            return None
+
+    def _step(self, shard: BatchShard) -> BatchShard:
+        try:
+            if shard.state is ShardState.SUBMITTING:
+                shard = self._find(shard)
+            if shard.state is ShardState.SUBMITTED:
+                shard = self._poll(shard)
+            if shard.state is ShardState.ENDED:
+                shard = self._collect(shard)
+        except (ProviderBusyError, BatchGoneError) as error:
+            self._warn(f"{self._name(shard)}: {error}; it is asked again later")
+            shard = self._ledger.record_trouble(shard, str(error))
+        except (BackendError, OSError):
+            self._ledger.leave(shard)
+            raise
+        if shard.state.is_open:
+            self._ledger.leave(shard)
+        return shard
+
+    def _find(self, shard: BatchShard) -> BatchShard:
+        """Look for the batch of a shard whose creation call nobody saw the end of."""
+        limits = self.backend.limits
+        waited = shard.seconds_since_intent or 0.0
+        if not self._is_same_account(shard):
+            return self._give_up_if_late(shard, "the account that submitted it was not seen again")
+        if waited < limits.settle_seconds:
+            return shard
+        others = self._ledger.read_other_batches(shard)
+        finding = self.backend.find(replace(shard_label(shard), not_ours=others))
+        if finding.provider_batch_id is not None:
+            self._say(
+                f"found the batch {finding.provider_batch_id} of {shard.requests:,} requests, "
+                "which a run that ended too early had created"
+            )
+            return self._ledger.record_submission(shard, finding.provider_batch_id, None)
+        if finding.is_sure:
+            self._say(f"a batch of {shard.requests:,} requests was never created; they wait again")
+            return self._ledger.close_batch(
+                shard, ShardState.ABANDONED, error="the provider has no batch of this shard"
+            )
+        shard = self._ledger.record_trouble(shard, finding.reason or "it cannot be told yet")
+        return self._give_up_if_late(shard, finding.reason or "its batch was never seen")
+
+    def _give_up_if_late(self, shard: BatchShard, reason: str) -> BatchShard:
+        """Leave a shard as it is, unless no result of it can be had any more."""
+        if shard.age_seconds <= self.backend.limits.retention_seconds:
+            return shard
+        self._warn(f"{self._name(shard)} is given up: {reason}; its requests wait again")
+        return self._ledger.close_batch(shard, ShardState.FAILED, error=reason, fault="lost")
+
+    def _is_same_account(self, shard: BatchShard) -> bool:
+        if shard.account in (None, self.backend.account):
+            return True
+        self._warn(
+            f"{self._name(shard)} was submitted under another key or address than the one that is "
+            "set now, so nothing can be said of it; set the key that it was submitted with"
+        )
+        return False
+
+    def _poll(self, shard: BatchShard) -> BatchShard:
+        assert shard.provider_batch_id is not None  # noqa: S101  set by the move to this state
+        try:
+            status = self.backend.poll(shard.provider_batch_id)
+        except BatchGoneError as error:
+            return self._handle_gone(shard, error)
+        if status.state is BatchState.FAILED:
+            return self._handle_failed(shard, status)
+        if status.state.is_final:
+            return self._ledger.record_end(
+                shard, status.provider_state, _END_STATES[status.state], status.error,
+                status.results_until,
+            )  # fmt: skip
+        shard = self._ledger.record_status(shard, status.provider_state, status.ok, status.failed)
+        return self._cancel_if_due(shard, status)
+
+    def _cancel_if_due(self, shard: BatchShard, status: BatchStatus) -> BatchShard:
+        """Cancel a batch near its deadline or long after its window, or again if that was lost."""
+        limits = self.backend.limits
+        to_deadline = shard.seconds_to_deadline
+        rescue_before = float(shard.settings.get("rescue_before_seconds", 0.0))
+        since = shard.seconds_since_submission or 0.0
+        if not shard.is_cancel_requested:
+            if to_deadline is not None and to_deadline <= rescue_before:
+                said = f"its deadline is in {format_seconds(max(0.0, to_deadline))}"
+            elif since > limits.window_seconds + OVERDUE_SECONDS:
+                said = f"it has not ended {format_seconds(since)} after it was submitted"
+            else:
+                return shard
+            self._say(f"{self._name(shard)} is cancelled: {said}; what is finished is kept")
+            shard = self._ledger.request_cancel(shard)
+        elif status.state is BatchState.CANCELLING:
+            return self._give_up_if_late(shard, "cancelling it never ended")
+        if shard.provider_batch_id is not None:
+            self.backend.cancel(shard.provider_batch_id)
+        return self._give_up_if_late(shard, "it never ended")
+
+    def cancel(self, shard_id: str) -> BatchShard | None:
+        """Ask for a batch to be cancelled; what it finished until then is collected later.
+
+        Returns None where somebody else looks after it now, or it is over.
+        """
+        shard = self._ledger.attend(shard_id, self._owner, LEASE_SECONDS)
+        if shard is None:
+            return None
+        try:
+            if shard.state is ShardState.SUBMITTED and shard.provider_batch_id is not None:
+                shard = self._ledger.request_cancel(shard)
+                self.backend.cancel(shard.provider_batch_id or "")
+        except BatchGoneError as error:
+            return self._handle_gone(shard, error)
+        except LeaseLostError:
+            return None
+        finally:
+            if shard.state.is_open:
+                self._ledger.leave(shard)
+        return shard
+
+    def _handle_gone(self, shard: BatchShard, error: BatchGoneError) -> BatchShard:
+        if not self._is_same_account(shard):
+            return self._give_up_if_late(shard, str(error))
+        if (shard.seconds_since_submission or 0.0) < GONE_AFTER_SECONDS:
+            return self._ledger.record_trouble(shard, str(error))
+        self._warn(f"{self._name(shard)} is lost: {error}; its requests wait again")
+        self._write_leftovers(shard, self._ledger.read_members(shard.shard_id), str(error))
+        return self._ledger.close_batch(shard, ShardState.FAILED, error=str(error), fault="gone")
+
+    def _handle_failed(self, shard: BatchShard, status: BatchStatus) -> BatchShard:
+        """Close a shard that the provider refused as a whole: no row is at fault, none is paid."""
+        fault = status.fault or BatchFault.SYSTEMIC
+        message = status.error or f"the provider calls it {status.provider_state}"
+        shard = self._ledger.close_batch(shard, ShardState.FAILED, error=message, fault=fault.value)
+        self._discard(shard)
+        if fault is BatchFault.SYSTEMIC:
+            raise SystemicError(f"{self._name(shard)} was refused: {message}")
+        self._warn(f"{self._name(shard)} was refused: {message}; its requests wait again")
+        return shard
+
+    # --- collecting ---------------------------------------------------------------------------
+
+    def _collect(self, shard: BatchShard) -> BatchShard:
+        """Write what a batch that is over has brought, and close its shard."""
+        end_state = shard.end_state or ShardState.COLLECTED
+        judge, call = self._judge_of(shard)
+        members = self._ledger.read_members(shard.shard_id)
+        ingest = _Ingest(self, shard, judge, members, self._clock)
+        leftover = "the results hold no line for it"
+        has_results = end_state is ShardState.COLLECTED or self.backend.limits.keeps_partial
+        if has_results and members:
+            try:
+                # A line that is missing may be on a download that was cut without a trace.
+                for _ in range(_DOWNLOADS):
+                    ingest.run(call)
+                    if not ingest.members:
+                        break
+            except BatchGoneError as error:
+                if not self._is_same_account(shard):
+                    return self._give_up_if_late(shard, str(error))
+                leftover = f"the results were deleted before they were fetched ({error})"
+                self._warn(f"{self._name(shard)}: {leftover}")
+        else:
+            leftover = f"the batch is {end_state.value}, and its provider keeps nothing of it"
+        self._write_leftovers(shard, ingest.members, leftover, judge)
+        shard = self._ledger.close_batch(shard, end_state)
+        self._discard(shard)
+        self._tell(shard, ingest, len(ingest.members))
+        if ingest.refused and ingest.refused == shard.requests:
+            raise SystemicError(f"{self._name(shard)}: {ingest.refusal}")
+        return shard
+
+    def _write_leftovers(
+        self, shard: BatchShard, members: dict[str, Claim], reason: str, judge: Judge | None = None
+    ) -> None:
+        judge = judge or self._judge_of(shard)[0]
+        attempts = []
+        for key, claim in members.items():
+            lost = Completion(key, None, None, failure=Outcome.TRANSIENT, error=reason)
+            attempts.append(judge.attempt(lost, shard.shard_id, claim))
+        for start in range(0, len(attempts), INGEST_ROWS):
+            self._flush(shard, attempts[start : start + INGEST_ROWS])
+
+    def _flush(self, shard: BatchShard, attempts: list[Attempt]) -> None:
+        """Write tries in one transaction, for the run that submitted them, and renew the lease."""
+        epochs = {shard.shard_id: shard.epoch}
+        if self._ledger.flush(attempts, epochs, shard.run_id, self._owner):
+            raise LeaseLostError(shard.shard_id)
+        self.counts += count_attempts(attempts)
+        if self._ledger.renew(epochs, self._owner, LEASE_SECONDS):
+            raise LeaseLostError(shard.shard_id)
+
+    def _discard(self, shard: BatchShard) -> None:
+        if shard.uploaded is None:
+            return
+        try:
+            self.backend.discard(shard.provider_batch_id or "", shard.uploaded)
+        except BackendError as error:
+            self._warn(f"{self._name(shard)}: its input was not deleted ({error}); no harm done")
+
+    def _tell(self, shard: BatchShard, ingest: _Ingest, missing: int) -> None:
+        said = [f"{ingest.ok:,} answers"]
+        for count, noun in (
+            (ingest.failed, "failures"),
+            (missing, "requests without a result"),
+            (ingest.repeated, "lines that came twice"),
+            (ingest.unknown, "lines that are not of this batch"),
+        ):
+            if count:
+                said.append(f"{count:,} {noun}")
+        tell = self._warn if missing or ingest.repeated or ingest.unknown else self._say
+        tell(f"{self._name(shard)} is {shard.state.value}: {', '.join(said)}")
+
+    def _name(self, shard: BatchShard) -> str:
+        return f"the batch {shard.provider_batch_id or f'of shard {shard.shard_id}'}"
+
+
+class _Ingest:
+    """One shard's results on their way into the ledger."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        shard: BatchShard,
+        judge: Judge,
+        members: dict[str, Claim],
+        clock: Callable[[], float],
+    ) -> None:
+        self.members = members
+        self.ok = self.failed = self.refused = self.repeated = self.unknown = 0
+        self.refusal: str | None = None
+        self._batches = batches
+        self._shard = shard
+        self._judge = judge
+        self._clock = clock
+        # What a collection that broke off has written already comes again, and is no news.
+        self._written = batches._ledger.read_handled(shard.shard_id)
+        self._seen: set[str] = set()
+
+    def run(self, call: Call) -> None:
+        """Fetch the results and write those of requests that are still claimed."""
+        shard, pending = self._shard, []
+        self._seen = set()
+        self.repeated = self.unknown = 0
+        started = shown = self._clock()
+        with tempfile.TemporaryDirectory(prefix="batchsql-") as folder:
+            batch_id = shard.provider_batch_id or ""
+            for line in self._batches.backend.fetch(batch_id, Path(folder), call):
+                key = line.completion.request_key
+                claim = self.members.get(key)
+                if claim is None or key in self._seen:
+                    self._count_other(key)
+                    continue
+                self._seen.add(key)
+                pending.append(self._judge.attempt(line.completion, shard.shard_id, claim))
+                if len(pending) >= INGEST_ROWS:
+                    self._write(pending)
+                    pending = []
+                    if self._clock() - shown >= PROGRESS_SECONDS:
+                        shown = self._clock()
+                        done = self.ok + self.failed
+                        progress = Progress(done, shard.requests, shown - started, "results")
+                        self._batches._say(str(progress))
+        self._write(pending)
+
+    def _count_other(self, key: str) -> None:
+        if key in self._seen:
+            self.repeated += 1
+        elif key in self._written:
+            self._seen.add(key)
+        else:
+            self.unknown += 1
+
+    def _write(self, attempts: list[Attempt]) -> None:
+        if not attempts:
+            return
+        self._batches._flush(self._shard, attempts)
+        for attempt in attempts:
+            del self.members[attempt.request_key]
+            self._written.add(attempt.request_key)
+            if attempt.outcome is Outcome.OK:
+                self.ok += 1
+                continue
+            self.failed += 1
+            if attempt.outcome is Outcome.REJECTED and (attempt.error or "").startswith(_REFUSED):
+                self.refused += 1
+                self.refusal = attempt.error
+
+
+def shard_label(shard: BatchShard) -> ShardLabel:
+    """Return what a provider is told of a shard."""
+
+    def moment(epoch: float | None) -> datetime | None:
+        return None if epoch is None else datetime.fromtimestamp(epoch, timezone.utc)
+
+    return ShardLabel(
+        shard.shard_id, shard.requests, moment(shard.intent_at), moment(shard.intent_expires_at)
+    )
