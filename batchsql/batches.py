@@ -39,8 +39,9 @@ from batchsql.backends.batch import (
 from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BackendError, LeaseLostError, SystemicError
 from batchsql.judging import Judge
+from batchsql.plan.cost import estimate_tokens
 from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
-from batchsql.types import Call, Completion, Message, Outcome, Request, Route
+from batchsql.types import Call, Completion, Message, Outcome, Request, Route, Usage
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.shards import Attempt, Claim, ShardOrder, ShardState
@@ -62,7 +63,7 @@ VANISH_WARNING_SECONDS = 3 * 24 * 3600.0
 
 _DOWNLOADS = 3
 _REFUSED = "every request is refused"
-_END_STATES = {
+END_STATES = {
     BatchState.COMPLETED: ShardState.COLLECTED,
     BatchState.EXPIRED: ShardState.EXPIRED,
     BatchState.CANCELLED: ShardState.CANCELLED,
@@ -309,7 +310,7 @@ class Batches:
             return self._handle_failed(shard, status)
         if status.state.is_final:
             return self._ledger.record_end(
-                shard, status.provider_state, _END_STATES[status.state], status.error,
+                shard, status.provider_state, END_STATES[status.state], status.error,
                 status.results_until,
             )  # fmt: skip
         shard = self._ledger.record_status(shard, status.provider_state, status.ok, status.failed)
@@ -331,10 +332,35 @@ class Batches:
             self._say(f"{self._name(shard)} is cancelled: {said}; what is finished is kept")
             shard = self._ledger.request_cancel(shard)
         elif status.state is BatchState.CANCELLING:
+            if to_deadline is not None and to_deadline <= rescue_before / 2:
+                shard = self._copy_tail(shard)
             return self._give_up_if_late(shard, "cancelling it never ended")
         if shard.provider_batch_id is not None:
             self.backend.cancel(shard.provider_batch_id)
         return self._give_up_if_late(shard, "it never ended")
+
+    def _copy_tail(self, shard: BatchShard) -> BatchShard:
+        """Free requests of a batch that does not end, for as much money as was allowed."""
+        max_usd = float(shard.settings.get("rescue_max_usd", 0.0))
+        if not max_usd or shard.copied is not None:
+            return shard
+        judge, call = self._judge_of(shard)
+        tokens = estimate_tokens(int(self._ledger.read_mean_bytes(shard.shard_id)))
+        worst = Usage(input_tokens=tokens, output_tokens=call.max_tokens)
+        cost_usd = judge.price_of(Route.ONLINE, worst, None)
+        if not cost_usd:
+            self._warn(
+                f"{self._name(shard)}: nothing is asked twice, since no price of {shard.model} is "
+                "known; declare prices to allow it"
+            )
+            return shard
+        size = int(max_usd / cost_usd)
+        shard = self._ledger.free_for_copies(shard, size)
+        self._warn(
+            f"{self._name(shard)} does not end: {shard.copied:,} of its requests may be asked "
+            f"online too, for at most {max_usd:g} USD (rescue_max_usd)"
+        )
+        return shard
 
     def cancel(self, shard_id: str) -> BatchShard | None:
         """Ask for a batch to be cancelled; what it finished until then is collected later.
@@ -387,7 +413,7 @@ class Batches:
         ingest = _Ingest(self, shard, judge, members, self._clock)
         leftover = "the results hold no line for it"
         has_results = end_state is ShardState.COLLECTED or self.backend.limits.keeps_partial
-        if has_results and members:
+        if has_results and (members or ingest.copied):
             try:
                 # A line that is missing may be on a download that was cut without a trace.
                 for _ in range(_DOWNLOADS):
@@ -474,6 +500,7 @@ class _Ingest:
         self._clock = clock
         # What a collection that broke off has written already comes again, and is no news.
         self._written = batches._ledger.read_handled(shard.shard_id)
+        self.copied = batches._ledger.read_copied(shard.shard_id) if shard.copied else {}
         self._seen: set[str] = set()
 
     def run(self, call: Call) -> None:
@@ -486,8 +513,8 @@ class _Ingest:
             batch_id = shard.provider_batch_id or ""
             for line in self._batches.backend.fetch(batch_id, Path(folder), call):
                 key = line.completion.request_key
-                claim = self.members.get(key)
-                if claim is None or key in self._seen:
+                claim = self.members.get(key) or self.copied.get(key)
+                if claim is None or key in self._seen or key in self._written:
                     self._count_other(key)
                     continue
                 self._seen.add(key)
@@ -514,8 +541,11 @@ class _Ingest:
         if not attempts:
             return
         self._batches._flush(self._shard, attempts)
+        copies = sum(attempt.request_key in self.copied for attempt in attempts)
+        if copies:
+            self._batches._ledger.count_copies(self._shard, copies)
         for attempt in attempts:
-            del self.members[attempt.request_key]
+            self.members.pop(attempt.request_key, None)
             self._written.add(attempt.request_key)
             if attempt.outcome is Outcome.OK:
                 self.ok += 1

@@ -13,6 +13,7 @@ from batchsql.backends.batch import BatchBackend
 from batchsql.batches import Batches, Say
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import parse_asked
+from batchsql.declare.returns import Returns
 from batchsql.declare.spec import Declaration
 from batchsql.errors import BatchsqlError, SystemicError
 from batchsql.judging import Judge, PriceOf
@@ -39,6 +40,7 @@ def shard_settings(declaration: Declaration) -> str:
             "max_tokens": declaration.max_tokens,
             "prices": declaration.prices,
             "rescue_before_seconds": declaration.rescue_before_seconds,
+            "rescue_max_usd": declaration.rescue_max_usd,
         },
         sort_keys=True,
     )
@@ -139,13 +141,17 @@ class Collector:
                 left.append(after or shard)
         return Looked(tuple(moved), tuple(left), tuple(errors))
 
+    def returns_of(self, shard: BatchShard) -> Returns:
+        """Return the outputs that a shard's requests ask for."""
+        return parse_asked(orjson.loads(self._ledger.read_spec(shard.spec_version).returns))
+
     def judge_of(self, shard: BatchShard) -> tuple[Judge, Call]:
         """Return what judges the answers of a shard, by the spec it was submitted under."""
         key = (shard.spec_version, json.dumps(shard.settings, sort_keys=True))
         if key not in self._judges:
             spec = self._ledger.read_spec(shard.spec_version)
             model = parse_model(shard.model)
-            returns = parse_asked(orjson.loads(spec.returns))
+            returns = self.returns_of(shard)
             settings = shard.settings
             backend = self.batches_of(model, settings.get("engine", {})).backend
             judge = Judge(

@@ -31,6 +31,7 @@ from batchsql.errors import BatchsqlError, Mistake, SpecError, WarehouseError
 from batchsql.version import __version__
 
 if TYPE_CHECKING:
+    from batchsql.backends.base import StreamBackend
     from batchsql.context import RunContext
     from batchsql.declare.spec import Declaration
     from batchsql.runner import Counts, EnrichmentRun
@@ -171,6 +172,8 @@ def read_declaration(node: Any, config: Any) -> Declaration:
     """
     from batchsql.backends.registry import check_model
     from batchsql.declare.spec import parse_declaration
+    from batchsql.placement import place
+    from batchsql.plan.cost import check_prices
 
     meta = node.config.meta or {}
     mistakes = []
@@ -182,7 +185,7 @@ def read_declaration(node: Any, config: Any) -> Declaration:
                 "batchsql.is_incremental()",
             )
         )
-    return parse_declaration(
+    declaration = parse_declaration(
         str(node.name),
         meta.get("llm"),
         defaults=meta.get("llm_defaults"),
@@ -190,8 +193,10 @@ def read_declaration(node: Any, config: Any) -> Declaration:
         unique_key=node.config.unique_key,
         project_root=project_root_of(node, config),
         check_model=check_model,
+        check_prices=check_prices,
         more_mistakes=mistakes,
     )
+    return place(declaration)
 
 
 class InterruptedRunError(DbtRuntimeError, KeyboardInterrupt):  # type: ignore[misc]
@@ -245,13 +250,24 @@ def _enrich(
     macros_version: str,
     invocation_id: str,
     existing: Any = None,
+    current: Any = None,
     is_empty: bool = False,
 ) -> dict[str, Any]:
     """Answer what is new for an llm model, and say what dbt is to build.
 
+    Args:
+        model: the node.
+        sql: its compiled SELECT.
+        macros_version: the version of the macros that call.
+        invocation_id: dbt's.
+        existing: the table that an incremental run would merge into.
+        current: the table as it is, whatever becomes of it.
+        is_empty: whether dbt was given ``--empty``.
+
     Returns:
-        ``run_id``, ``sql`` (the SELECT of the finished table) and ``incremental`` (whether to merge
-        it into ``existing`` instead of replacing it).
+        ``run_id``, ``sql`` (the SELECT of the finished table), ``incremental`` (whether to merge it
+        into ``existing`` instead of replacing it) and ``is_held`` (whether the table stays as it
+        is, since rows are pending).
     """
     with _as_dbt_error(model["name"]):
         if macros_version != __version__:
@@ -279,17 +295,60 @@ def _enrich(
                 # Rows written into the SELECT itself would be merged over answered ones.
                 nothing = " where 1 = 0" if is_incremental else ""
                 empty_sql = f"select * from (\n{run.empty_sql(select_sql)}\n) e{nothing}"
-                return {"run_id": None, "sql": empty_sql, "incremental": is_incremental}
-            run_enrichment(run, select_sql, existing.render() if is_incremental else None)
+                return {
+                    "run_id": None, "sql": empty_sql, "incremental": is_incremental,
+                    "is_held": False,
+                }  # fmt: skip
+            run_enrichment(
+                run, select_sql, existing.render() if is_incremental else None,
+                None if current is None else current.render(),
+            )  # fmt: skip
+            is_held = _decide_pending(run, current)
         except BaseException:
             close()
             raise
         _runs[run.run_id] = _OpenRun(run, close)
-        return {"run_id": run.run_id, "sql": run.build_sql(), "incremental": is_incremental}
+        return {
+            "run_id": run.run_id, "sql": run.build_sql(), "incremental": is_incremental,
+            "is_held": is_held,
+        }  # fmt: skip
 
 
-def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> None:
-    """Take a run from the SELECT to answers that add up; on any error close it and say why."""
+def _decide_pending(run: EnrichmentRun, current: Any) -> bool:
+    """Return whether the table stays as it is while rows are pending, as ``on_pending`` says.
+
+    Raises:
+        PendingRowsError: the model is to fail then.
+    """
+    from batchsql.errors import PendingRowsError
+    from batchsql.types import OnPending
+
+    pending, choice = run.counts.pending, run.declaration.on_pending
+    if not pending or choice is OnPending.BUILD:
+        return False
+    if choice is OnPending.HOLD:
+        said = "the table stays as it was" if current is not None else "there is no table to keep"
+        run.context.info(f"{pending:,} rows are pending; {said} (on_pending: hold)")
+        return current is not None
+    error = PendingRowsError(
+        f"{run.declaration.subject}: {pending:,} rows are pending, and on_pending is fail; "
+        "batchsql collect brings the answers of batches, or wait lets the run wait for them"
+    )
+    run.finish(str(error))
+    raise error
+
+
+def run_enrichment(
+    run: EnrichmentRun, select_sql: str, target: str | None, current: str | None = None
+) -> None:
+    """Take a run from the SELECT to answers that add up; on any error close it and say why.
+
+    Args:
+        run: the run.
+        select_sql: the model's SELECT.
+        target: the table that an incremental run merges into.
+        current: the model's table as it is now, if there is one.
+    """
     source = run.context.source
     _open_runs.add(run.run_id)
     try:
@@ -298,6 +357,7 @@ def run_enrichment(run: EnrichmentRun, select_sql: str, target: str | None) -> N
         run.record()
         counts = run.counts
         if counts.requests_wanted:
+            run.check_ledger_is_not_lost(current)
             run.context.info(
                 f"{counts.rows:,} rows: {counts.reused:,} answered before, {counts.new:,} new with "
                 f"{counts.requests_wanted:,} requests to send"
@@ -340,6 +400,7 @@ def _finish(self: Any, run_id: str | None, model: Mapping[str, Any]) -> Enrichme
         open_run = _runs.pop(run_id)
         try:
             open_run.run.finish()
+            open_run.run.tell_completion()
         finally:
             open_run.close()
         return _response(open_run.run.counts)
@@ -426,7 +487,7 @@ def open_context(
     Raises:
         WarehouseError: there is no support for this adapter.
     """
-    from batchsql.backends.registry import open_backend, open_batch_backend
+    from batchsql.backends.registry import open_batch_backend
     from batchsql.context import RunContext
     from batchsql.pricing import open_prices
 
@@ -441,7 +502,7 @@ def open_context(
         warehouse=warehouse,
         dialect=dialect,
         ledger=open_ledger(warehouse, credentials.schema, declaration.ledger_schema),
-        open_backend=lambda d: open_backend(d.model, d.engine, project_root),
+        open_backend=lambda d: _open_checked(d, project_root),
         open_ledger=lambda schema: open_lender(warehouse, schema),
         open_batch_backend=lambda model, engine: open_batch_backend(model, engine, project_root),
         open_prices=open_prices,
@@ -453,6 +514,14 @@ def open_context(
         column_types=column_types,
     )
     return context, warehouse.close
+
+
+def _open_checked(declaration: Declaration, project_root: Path) -> StreamBackend:
+    from batchsql.backends.registry import open_backend
+    from batchsql.placement import check_egress
+
+    check_egress(declaration)
+    return open_backend(declaration.model, declaration.engine, project_root)
 
 
 def open_ledger(warehouse: Warehouse, target_schema: str, ledger_schema: str | None) -> Ledger:

@@ -38,6 +38,7 @@ from batchsql.dbt import (
     project_root_of,
     read_declaration,
 )
+from batchsql.declare.routing import OnComplete, read_on_complete
 from batchsql.errors import BatchsqlError
 from batchsql.runner import EnrichmentRun
 from batchsql.warehouse.base import literal
@@ -119,6 +120,16 @@ def explain_error(error: BaseException) -> str:
     if isinstance(error, DbtBaseException):
         return _without_kind(str(error))
     return f"{type(error).__name__}: {error}"
+
+
+def is_file_lock(error: BaseException) -> bool:
+    """Return whether an error says that another process has the DuckDB file open."""
+    each: BaseException | None = error
+    while each is not None:
+        if _LOCK.search(str(each)):
+            return True
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def _explain_lock(found: re.Match[str]) -> str:
@@ -205,6 +216,35 @@ class OpenProject:
             finally:
                 warehouse.close()
 
+    @contextlib.contextmanager
+    def ledger(self, schema: str | None) -> Iterator[Ledger]:
+        """Open one ledger of this target, whether it is there or not.
+
+        Args:
+            schema: the schema that holds it; None for the one that the models use.
+
+        Raises:
+            BatchsqlError: they use several.
+        """
+        if schema is None:
+            schema = self._only_ledger_schema()
+        with self._adapter.connection_named("batchsql"):
+            _, warehouse, _ = open_connections(self._adapter)
+            try:
+                yield open_ledger(warehouse, self._config.credentials.schema, schema)
+            finally:
+                warehouse.close()
+
+    def _only_ledger_schema(self) -> str | None:
+        schemas = list(dict.fromkeys(self._ledger_schemas()))
+        if len(schemas) == 1:
+            return schemas[0]
+        default = default_ledger_schema(self._config.credentials.schema)
+        names = ", ".join(str(each or default) for each in schemas)
+        raise BatchsqlError(
+            f"this target has several ledgers ({names}); say with --ledger-schema which one is meant"
+        )
+
     def _has_database(self) -> bool:
         """Whether there is a database to connect to: connecting to a DuckDB file would make it."""
         credentials = self._config.credentials
@@ -218,18 +258,42 @@ class OpenProject:
         if isinstance(overrides, Mapping) and overrides.get("ledger_schema"):
             return [str(overrides["ledger_schema"])]
         schemas: list[str | None] = [None]
+        for _, layers in self._declared():
+            for layer in layers:
+                if isinstance(layer.get("ledger_schema"), str):
+                    schemas.append(layer["ledger_schema"])
+        return schemas
+
+    def _declared(self) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+        """Yield each llm model of the last manifest with its defaults and its declaration."""
         manifest = Path(self._config.project_target_path) / "manifest.json"
         if not manifest.is_file():
-            return schemas
-        for node in orjson.loads(manifest.read_bytes())["nodes"].values():
+            return
+        for unique_id, node in orjson.loads(manifest.read_bytes())["nodes"].items():
             config = node.get("config") or {}
             if config.get("materialized") != MATERIALIZATION:
                 continue
             layers = [(config.get("meta") or {}).get(key) for key in ("llm_defaults", "llm")]
-            for layer in layers:
-                if isinstance(layer, Mapping) and isinstance(layer.get("ledger_schema"), str):
-                    schemas.append(layer["ledger_schema"])
-        return schemas
+            yield unique_id, [layer for layer in layers if isinstance(layer, Mapping)]
+
+    def read_on_complete(self) -> dict[str, OnComplete]:
+        """Return what each llm model of the last manifest wants to be told of its completion."""
+        found = {}
+        for unique_id, layers in self._declared():
+            overrides = overrides_of(self._config)
+            if isinstance(overrides, Mapping):
+                layers = [*layers, overrides]
+            given = [layer["on_complete"] for layer in layers if "on_complete" in layer]
+            with contextlib.suppress(ValueError):  # dbt run says what is wrong with it
+                told = read_on_complete(given[-1]) if given else None
+                if told is not None:
+                    found[unique_id] = told
+        return found
+
+    @property
+    def root(self) -> Path:
+        """The project's folder."""
+        return Path(self._config.project_root)
 
     def plan(self, node: Any) -> ModelPlan:
         """Find and record what a run of a compiled model would send. Sends nothing."""

@@ -15,7 +15,7 @@ from batchsql.counting import ShipCounts
 from batchsql.declare.spec import Declaration
 from batchsql.judging import Judge
 from batchsql.plan.route import RouteFacts, RoutePlan, plan_route
-from batchsql.shipping import SendLimit, Shipper, StoppedError
+from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
 from batchsql.types import Call, Message, Route
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import TodoCounts
@@ -103,6 +103,7 @@ class Dispatcher:
         wait_until = time.monotonic() + self._declaration.wait_seconds
         while True:
             ledger.trim_todo()
+            ledger.mark_overdue(self._declaration.rescue_before_seconds)
             wanted = self._count()
             if wanted.free + wanted.elsewhere:
                 self._send(wanted)
@@ -176,11 +177,16 @@ class Dispatcher:
     def _stream(self, lane: Route, plan: RoutePlan) -> None:
         declaration = self._declaration
         shipper = Shipper(
-            declaration, self._context, self._backend,
+            Pace(
+                declaration.subject, declaration.flush_rows, declaration.flush_seconds,
+                declaration.lease_seconds,
+            ),
+            self._context.ledger, self._backend,
             order=replace(self._order, route=lane, route_reason=plan.reason),
             call=self._question.call,
             judge=self._judge(lane, self._backend.version),
-            limit=self._limit, lane=lane,
+            limit=self._limit, lane=lane, stop=self._context.stop,
+            say=self._context.info, warn=self._context.warn,
         )  # fmt: skip
         try:
             shipper.ship()

@@ -69,6 +69,14 @@ class ReconciliationError(BatchsqlError):
     """The counts of a run do not add up. Nothing is built from it."""
 
 
+class PendingRowsError(BatchsqlError):
+    """Rows have no answer yet, and the declaration says that the model fails then."""
+
+
+class LostLedgerError(BatchsqlError):
+    """The table holds answers that the ledger does not know, so they would be paid for again."""
+
+
 class BackendError(BatchsqlError):
     """A backend failed as a whole, not for one request."""
 

@@ -32,7 +32,7 @@ class Judge:
         self._max_attempts = max_attempts
         self._route = route
         self._version = version
-        self._price_of = price_of
+        self.price_of = price_of
 
     def attempt(self, completion: Completion, shard_id: str, claim: Claim) -> Attempt:
         """Return the try that a completion is. Never raises, whatever its text holds."""
@@ -50,7 +50,7 @@ class Judge:
             raw_output=verdict.raw,
             finish_reason=completion.finish_reason.value if completion.finish_reason else None,
             usage=completion.usage,
-            cost_usd=self._price_of(self._route, completion.usage, completion.model_reported),
+            cost_usd=self.price_of(self._route, completion.usage, completion.model_reported),
             model_reported=completion.model_reported,
             engine_version=self._version,
             started_at=completion.started_at,

@@ -23,7 +23,10 @@ import orjson
 import pyarrow as pa
 
 from batchsql.backends.base import StreamBackend
+from batchsql.collecting import Collector
+from batchsql.completion import Completed, NotToldError, tell_completed
 from batchsql.context import RunContext
+from batchsql.counting import ShipCounts
 from batchsql.declare.keys import (
     KEY_RECIPE,
     RequestKeyer,
@@ -34,11 +37,16 @@ from batchsql.declare.keys import (
 )
 from batchsql.declare.prompt import BoundPrompt, RenderError
 from batchsql.declare.spec import Declaration, check_columns
-from batchsql.errors import DataError, Mistake, ReconciliationError, SpecError, SystemicError
-from batchsql.progress import PROGRESS_SECONDS, Progress
-from batchsql.collecting import Collector
-from batchsql.counting import ShipCounts
 from batchsql.dispatch import Dispatcher, Question
+from batchsql.errors import (
+    DataError,
+    LostLedgerError,
+    Mistake,
+    ReconciliationError,
+    SpecError,
+    SystemicError,
+)
+from batchsql.progress import PROGRESS_SECONDS, Progress
 from batchsql.types import Call
 from batchsql.validate.structure import safe_text
 from batchsql.warehouse.base import (
@@ -88,7 +96,8 @@ class Counts:
 class EnrichmentRun:
     """A run of one enrichment.
 
-    Call ``collect``, ``prepare``, ``record``, ``ship``, ``reconcile`` in this order. Then build the table from ``build_sql`` and call ``finish``. ``plan`` stops after ``record``.
+    Call ``collect``, ``prepare``, ``record``, ``ship``, ``reconcile`` in this order. Then build the
+    table from ``build_sql`` and call ``finish``. ``plan`` stops after ``record``.
     """
 
     def __init__(self, declaration: Declaration, context: RunContext) -> None:
@@ -342,6 +351,39 @@ class EnrichmentRun:
             self.counts, requests_wanted=left, duplicates=int(unanswered) - wanted
         )
 
+    def check_ledger_is_not_lost(self, current: str | None) -> None:
+        """Refuse to send where the table holds answers that this ledger has never heard of.
+
+        A ledger that was dropped, or another one than last night's, would pay for them again.
+
+        Args:
+            current: the model's table as it is now, if there is one.
+
+        Raises:
+            LostLedgerError: with what to do.
+        """
+        if current is None or self.declaration.allow_fresh_ledger:
+            return
+        if self.context.ledger.has_finished_run(self.context.enrichment):
+            return
+        fold = str.casefold if self.context.dialect.name == "duckdb" else str
+        names = {fold(c.name) for c in self.context.source.describe(f"select * from {current}")}
+        if not {STATUS_COLUMN, REQUEST_COLUMN} <= names:
+            return
+        unknown = self.context.source.fetch(
+            f"select count(*) from {current} t where t.{STATUS_COLUMN} = 'ok' and not exists "
+            f"(select 1 from {self.context.ledger.relation('results')} r where "
+            f"replace(r.request_key::varchar, '-', '') = t.{REQUEST_COLUMN})"
+        )[0][0]
+        if unknown:
+            raise LostLedgerError(
+                f"{self.declaration.subject}: {current} holds {unknown:,} answered rows that the "
+                f"ledger in {self.context.ledger.schema} does not know, so they would be paid for "
+                "again. Nothing was sent. Bring the ledger back (batchsql import, "
+                "batchsql recover, read_from, or the ledger_schema it is in), or set "
+                "allow_fresh_ledger: true to ask for them anew"
+            )
+
     def _new_items_sql(self) -> str:
         text = "varchar" if self.context.dialect.name == "duckdb" else "text"
         inputs = "".join(
@@ -452,6 +494,8 @@ class EnrichmentRun:
             Question(call, tuple(prefix), self.spec_version),
             run_id=self.run_id, owner=self._owner,
         )  # fmt: skip
+        if declaration.on_complete is not None:
+            self.context.ledger.open_completion(self.context.enrichment, self.spec_version)
         try:
             dispatcher.ship()
         finally:
@@ -472,6 +516,21 @@ class EnrichmentRun:
             cached_tokens=sent.cached_tokens,
             cost_usd=sent.cost_usd,
         )
+
+    def tell_completion(self) -> None:
+        """Tell whom the declaration names, if the enrichment has every answer now."""
+        on_complete, ledger = self.declaration.on_complete, self.context.ledger
+        if on_complete is None:
+            return
+        for enrichment, requests in ledger.read_completions():
+            if enrichment != self.context.enrichment:
+                continue
+            try:
+                tell_completed(on_complete, Completed(enrichment, requests.results, requests.dead))
+            except NotToldError as error:
+                self.context.warn(str(error))
+            else:
+                ledger.close_completion(enrichment)
 
     def close(self) -> None:
         """Close the connections to the providers."""

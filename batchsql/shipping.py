@@ -7,31 +7,43 @@ Claims, shards, leases, flushes, retries. Provider batches have a life of their 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import Event
 
 from batchsql.backends.base import StreamBackend
-from batchsql.context import RunContext
 from batchsql.counting import ShipCounts, count_attempts
-from batchsql.declare.spec import Declaration
 from batchsql.errors import BatchsqlError, ReconciliationError
 from batchsql.judging import Judge
 from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
 from batchsql.types import Call, Completion, Outcome, Request, Route
+from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.shards import Attempt, Claim, Shard, ShardOrder
+
+Say = Callable[[str], None]
 
 WAIT_SECONDS = 0.5
 """How often a run looks whether another one has answered what both want."""
 
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
-"""How long a run waits before it sends again what failed for no fault of its own: first and last."""
+"""How long a run waits before it sends again what failed for no fault of its own."""
 
 _IDLE_LOOKS = 20
 
 
 class StoppedError(BatchsqlError):
     """The run was asked to stop. What was answered until then is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often what comes back is written, and how long a silent run keeps its claims."""
+
+    subject: str
+    flush_rows: int = 100
+    flush_seconds: float = 5.0
+    lease_seconds: float = 60.0
 
 
 @dataclass
@@ -70,19 +82,25 @@ class Shipper:
 
     def __init__(
         self,
-        declaration: Declaration,
-        context: RunContext,
+        pace: Pace,
+        ledger: Ledger,
         backend: StreamBackend,
         *,
         order: ShardOrder,
         call: Call,
         judge: Judge,
         limit: SendLimit,
-        lane: Route,
+        lane: Route | None,
+        stop: Event,
+        say: Say,
+        warn: Say,
     ) -> None:
         self.counts = ShipCounts()
-        self._declaration = declaration
-        self._context = context
+        self._pace = pace
+        self._ledger = ledger
+        self._stop = stop
+        self._say = say
+        self._warn = warn
         self._backend = backend
         self._order = order
         self._call = call
@@ -98,23 +116,20 @@ class Shipper:
             SystemicError: the backend refuses everything; what was answered before is kept.
             StoppedError: ``stop`` was set; what was answered before is kept.
         """
-        context = self._context
+        ledger = self._ledger
         waiting_said = False
         idle = passes = 0
         while True:
-            context.ledger.trim_todo()
-            freed = context.ledger.free_lost_shards()
+            ledger.trim_todo()
+            freed = ledger.free_lost_shards()
             if freed:
-                context.info(f"took over {freed} shards of runs that ended without finishing them")
-            wanted = context.ledger.count_wanted(lane=self._lane)
+                self._say(f"took over {freed} shards of runs that ended without finishing them")
+            wanted = ledger.count_wanted(lane=self._lane)
             if not wanted.free + wanted.elsewhere:
                 return
             self._raise_if_stopped()
             if self._limit.left == 0:
-                context.info(
-                    f"limit {self._declaration.limit} reached; "
-                    f"{wanted.free:,} requests stay pending"
-                )
+                self._say(f"the limit is reached; {wanted.free:,} requests stay pending")
                 return
             written_before = self.counts.tries
             if wanted.free:  # or an engine would be loaded only to wait
@@ -126,66 +141,65 @@ class Shipper:
                 passes += 1
                 continue
             if wanted.elsewhere and not waiting_said:
-                context.info(
+                self._say(
                     f"waiting for {wanted.elsewhere:,} requests that another run is answering"
                 )
                 waiting_said = True
             idle = 0 if wanted.elsewhere else idle + 1
             if idle > _IDLE_LOOKS:
                 raise ReconciliationError(
-                    f"{self._declaration.subject}: {wanted.free:,} requests are wanted, but cannot "
+                    f"{self._pace.subject}: {wanted.free:,} requests are wanted, but cannot "
                     "be claimed though nobody claims them; run batchsql status and report this"
                 )
-            context.stop.wait(WAIT_SECONDS)
+            self._stop.wait(WAIT_SECONDS)
 
     def _back_off(self, passes: int) -> None:
         """Wait before what failed for no fault of its own is sent again, longer each time."""
         if self._failed_transiently:
             seconds = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (passes - 1))
-            self._context.info(
+            self._say(
                 f"{self._failed_transiently:,} requests failed for no fault of their own; they are "
                 f"sent again in {format_seconds(seconds)}"
             )
-            self._context.stop.wait(seconds)
+            self._stop.wait(seconds)
             self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
-        if self._context.stop.is_set():
+        if self._stop.is_set():
             raise StoppedError(
-                f"{self._declaration.subject}: stopped; {self.counts.ok:,} answers are kept, "
+                f"{self._pace.subject}: stopped; {self.counts.ok:,} answers are kept, "
                 "the next run goes on from there"
             )
 
     def _ship_pass(self, wanted: int) -> None:
         """Send every wanted request at most once, in shards, through one unbroken stream."""
-        context = self._context
         state = _Pass()
         total = self._limit.fit(wanted)
         started = shown = time.monotonic()
         self._failed_transiently = 0
         try:
-            for completion in self._backend.complete(self._feed(state), self._call, context.stop):
+            for completion in self._backend.complete(self._feed(state), self._call, self._stop):
                 if completion is not None:
                     self._handle(completion, state)
                 now = time.monotonic()
                 self._keep(state, now)
                 if now - shown >= PROGRESS_SECONDS:
-                    context.info(str(Progress(state.handled, total, now - started)))
+                    self._say(str(Progress(state.handled, total, now - started)))
                     shown = now
         finally:
             try:
                 self._flush(state)
             finally:
-                context.ledger.finish_shards(state.epochs, self._order.owner)
+                self._ledger.finish_shards(state.epochs, self._order.owner)
         if state.handled:
-            context.info(str(Progress(state.handled, total, time.monotonic() - started)))
+            self._say(str(Progress(state.handled, total, time.monotonic() - started)))
         self._raise_if_stopped()
 
     def _feed(self, state: _Pass) -> Iterator[Request]:
         """Claim shard after shard, each when the one before has been taken whole."""
         position = 0
-        while not self._context.stop.is_set() and self._limit.left != 0:
-            shard, last = self._context.ledger.claim(
+        while not self._stop.is_set() and self._limit.left != 0:
+            shard, last = self._ledger.claim(
                 self._order,
                 after=position,
                 size=self._limit.fit(self._backend.capabilities.shard_requests),
@@ -218,14 +232,12 @@ class Shipper:
 
     def _keep(self, state: _Pass, now: float) -> None:
         """Flush by count or time, and renew the leases in good time."""
-        declaration = self._declaration
-        due = now - state.flushed_at >= declaration.flush_seconds
-        if len(state.finished) >= declaration.flush_rows or (due and state.finished):
+        pace = self._pace
+        due = now - state.flushed_at >= pace.flush_seconds
+        if len(state.finished) >= pace.flush_rows or (due and state.finished):
             self._flush(state)
-        if now - state.renewed_at >= declaration.lease_seconds / 4:
-            lost = self._context.ledger.renew(
-                state.epochs, self._order.owner, declaration.lease_seconds
-            )
+        if now - state.renewed_at >= pace.lease_seconds / 4:
+            lost = self._ledger.renew(state.epochs, self._order.owner, pace.lease_seconds)
             self._drop(lost, state)
             state.renewed_at = now
 
@@ -239,7 +251,7 @@ class Shipper:
         done = {attempt.shard_id for attempt in attempts} - unfinished
         state.finished = []
         try:
-            lost = self._context.ledger.flush(
+            lost = self._ledger.flush(
                 attempts, state.epochs, self._order.run_id, self._order.owner, done
             )
         except Exception:
@@ -258,9 +270,9 @@ class Shipper:
         """Forget shards that another run took over; their answers are that run's to give."""
         if not lost:
             return
-        self._context.warn(
+        self._warn(
             f"{len(lost)} shards were taken over by another run: this one was silent for longer "
-            f"than its lease of {self._declaration.lease_seconds:g} s"
+            f"than its lease of {self._pace.lease_seconds:g} s"
         )
         for shard_id in lost:
             state.epochs.pop(shard_id, None)

@@ -82,6 +82,7 @@ class Outcome(str, Enum):
     REJECTED = "rejected"  # the backend calls the request malformed
     TRANSIENT = "transient"  # nothing wrong with the request: try again
     BORROWED = "borrowed"  # copied from another ledger, nothing sent
+    COPIED = "copied"  # a marker: asked online too, since its batch does not end
     REPLAYED = "replayed"  # a marker: from here the request has a new budget
 
     @property

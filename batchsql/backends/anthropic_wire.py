@@ -69,6 +69,8 @@ class _Counts(BaseModel):
 
 
 class Batch(BaseModel):
+    """What the API says of a batch, as far as it is used; more may be there."""
+
     id: str
     processing_status: str
     request_counts: _Counts
@@ -113,6 +115,8 @@ class Batch(BaseModel):
 
 
 class Page(BaseModel):
+    """A part of the list of batches, newest first."""
+
     data: list[Batch]
     has_more: bool = False
     last_id: str | None = None
@@ -181,7 +185,7 @@ def parse_line(line: bytes, clean: Callable[[str], str]) -> BatchLine:
             None,
             None,
             result.usage,
-            # That every request fails is seen when every line has been; this one is lost.
+            # A fault that all requests share is not raised: other lines may hold paid answers.
             failure=result.outcome or Outcome.REJECTED,
             error=clean(result.message),
         )

@@ -219,8 +219,6 @@ def read_error(error: Exception) -> ErrorReply | Failure:
     )
     if isinstance(error, lost):
         return lost_connection(error)
-    if isinstance(error, ResponseParserError):
-        return unreadable_reply(str(error).encode())
     if isinstance(error, exceptions.ParamValidationError):
         message = f"boto3 refuses the request: {error}"
         # A part of the request's own, or one that all have in common.
@@ -229,4 +227,8 @@ def read_error(error: Exception) -> ErrorReply | Failure:
     if isinstance(error, exceptions.BotoCoreError):
         hint = "check the AWS credentials and region of this machine, or engine.profile and .region"
         return Failure(None, f"no request can be made: {str(error).rstrip('.')}; {hint}")
+    # A JSON reply of another shape makes botocore's parser stumble over its parts.
+    unreadable = (ResponseParserError, AttributeError, LookupError, TypeError, ValueError)
+    if isinstance(error, unreadable):
+        return unreadable_reply(str(error).encode())
     raise error

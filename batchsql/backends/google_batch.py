@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
-from pydantic.alias_generators import to_camel
+from pydantic import BaseModel, ValidationError
 
 from batchsql.backends.batch import (
     BatchFault,
@@ -38,46 +37,31 @@ from batchsql.backends.batch import (
     ShardLabel,
     account_of,
     iter_lines,
-    request_key_of,
 )
 from batchsql.backends.endpoint import Endpoint, scrub
 from batchsql.backends.google import (
-    ErrorReplyError,
-    GoogleClient,
     classify_error,
     contents_body,
     fixed_body,
     model_path,
-    parse_answer,
     plan_google,
-    sdk_version,
+)
+from batchsql.backends.google_client import GoogleClient, read_reply, sdk_version
+from batchsql.backends.google_wire import (
+    LIMITS,
+    MAX_MESSAGE_CHARS,
+    TOO_LARGE_TEXT,
+    Operation,
+    Page,
+    parse_line,
+    read_status,
 )
 from batchsql.backends.loop import submit
-from batchsql.backends.online import Answer, ErrorReply, Failure, lost_connection
+from batchsql.backends.online import ErrorReply, Failure
 from batchsql.errors import BackendError, SystemicError
-from batchsql.types import Call, Completion, ModelRef, Outcome, Request
+from batchsql.types import Call, ModelRef, Outcome, Request
 
 _T = TypeVar("_T")
-
-RESULTS_KEPT = timedelta(hours=48)
-"""How long results can be fetched once a batch has ended.
-
-Google does not say it of batches. It says it of files, and results that do not stand in the reply
-are in one: https://ai.google.dev/gemini-api/docs/files
-"""
-
-LIMITS = BatchLimits(
-    # One that expires gives nothing, however much of it was done; a small one is done sooner.
-    max_requests=2_000,
-    max_bytes=1_900_000_000,  # of 2 GB
-    window_seconds=48 * 3600,
-    retention_seconds=48 * 3600 + RESULTS_KEPT.total_seconds(),
-    create_seconds=120.0,  # a small batch travels in it
-    settle_seconds=120.0,
-    keeps_partial=False,
-    settles_late=True,
-)
-"""https://ai.google.dev/gemini-api/docs/batch-api"""
 
 INLINE_BYTES = 6_000_000
 """Above it the input goes as a file. The limit is 20 MB as sent, where the SDK writes a letter of
@@ -91,90 +75,12 @@ TRANSFER_SECONDS = 600.0
 
 _PAGE = 20  # a page may hold the results of all its batches
 _DOWNLOAD_TRIES = 3
-_MAX_MESSAGE_CHARS = 500
 # How far the warehouse's clock and the provider's may be apart.
 _CLOCKS_DIFFER = timedelta(minutes=15)
 
-_STATES = {
-    "PENDING": BatchState.RUNNING,
-    "QUEUED": BatchState.RUNNING,
-    "RUNNING": BatchState.RUNNING,
-    "CANCELLING": BatchState.CANCELLING,
-    "SUCCEEDED": BatchState.COMPLETED,
-    "PARTIALLY_SUCCEEDED": BatchState.COMPLETED,
-    "EXPIRED": BatchState.EXPIRED,
-    "CANCELLED": BatchState.CANCELLED,
-    "FAILED": BatchState.FAILED,
-}
-# google.rpc.Code: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
-_STATUS_OF_CODE = {
-    1: 499,
-    2: 500,
-    3: 400,
-    4: 504,
-    5: 404,
-    7: 403,
-    8: 429,
-    9: 400,
-    10: 409,
-    11: 400,
-    13: 500,
-    14: 503,
-    16: 401,
-}
 # None of these has a code of its own.
-_TOO_LARGE_TEXT = re.compile(r"payload size|size exceeds", re.IGNORECASE)
 _NO_FILE_TEXT = re.compile(r"may not exist", re.IGNORECASE)
 _BATCH_QUOTA = re.compile(r"batch|enqueued", re.IGNORECASE)
-
-
-class _Wire(BaseModel):
-    model_config = ConfigDict(alias_generator=to_camel)
-
-
-class _Stats(_Wire):
-    request_count: int | None = None
-    successful_request_count: int = 0
-    failed_request_count: int = 0
-
-
-class _Inlined(_Wire):
-    inlined_responses: list[Any] = []
-
-
-class _Output(_Wire):
-    responses_file: str | None = None
-    inlined_responses: _Inlined | None = None
-
-
-class _Metadata(_Wire):
-    state: str
-    create_time: AwareDatetime
-    end_time: AwareDatetime | None = None
-    display_name: str = ""
-    batch_stats: _Stats = _Stats()
-    output: _Output | None = None
-
-
-class _Problem(_Wire):
-    code: int = 0
-    message: str = ""
-
-
-class _Operation(_Wire):
-    name: str
-    metadata: _Metadata
-    error: _Problem | None = None
-    response: _Output | None = None
-
-    @property
-    def output(self) -> _Output | None:
-        return self.response or self.metadata.output
-
-
-class _Page(_Wire):
-    operations: list[_Operation] = []
-    next_page_token: str = ""
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -237,10 +143,10 @@ class GoogleBatch:
             return None
         reply = self._run(self._upload(shard, lines))
         if isinstance(reply, ErrorReply) and (
-            reply.status == 413 or _TOO_LARGE_TEXT.search(reply.message)
+            reply.status == 413 or TOO_LARGE_TEXT.search(reply.message)
         ):
             raise NotCreatedError(BatchFault.TOO_LARGE, self._say(_told(reply)))
-        return self._good(reply, f"the input of shard {shard.shard_id}")
+        return self._good(reply, f"the input of shard {shard.shard_id}", may_be_gone=False)
 
     async def _upload(self, shard: ShardLabel, lines: Path) -> str | ErrorReply | Failure:
         from google.genai import types
@@ -263,7 +169,7 @@ class GoogleBatch:
             return str(file.name)
 
         try:
-            return await _read_reply(send())
+            return await read_reply(send())
         except (KeyError, ValueError) as error:  # the SDK's own, for a reply that it cannot use
             return Failure(Outcome.TRANSIENT, f"the file was not taken: {error}")
 
@@ -278,7 +184,7 @@ class GoogleBatch:
         reply = self._run(self._create(body, sending))
         if isinstance(reply, str):
             with contextlib.suppress(ValidationError):
-                return CreatedBatch(_Operation.model_validate_json(reply).name)
+                return CreatedBatch(Operation.model_validate_json(reply).name)
             message = f"the reply to the creation of a batch is none: {reply[:100]!r}"
             raise MaybeCreatedError(self._say(message))
         if isinstance(reply, ErrorReply):
@@ -301,7 +207,7 @@ class GoogleBatch:
         path = f"{model_path(self._model)}:batchGenerateContent"
         try:
             return await asyncio.wait_for(
-                _read_reply(client.call("post", path, body)), sending.must_end_by - time.monotonic()
+                read_reply(client.call("post", path, body)), sending.must_end_by - time.monotonic()
             )
         except _TooLateError:
             return Failure(Outcome.TRANSIENT, "too little time is left to create it")
@@ -317,7 +223,7 @@ class GoogleBatch:
         quota = reply.code or ""
         if reply.status == 429 and _BATCH_QUOTA.search(quota):
             return NotCreatedError(BatchFault.QUEUE_FULL, message, reply.retry_after_seconds)
-        if reply.status == 413 or (reply.status == 400 and _TOO_LARGE_TEXT.search(reply.message)):
+        if reply.status == 413 or (reply.status == 400 and TOO_LARGE_TEXT.search(reply.message)):
             return NotCreatedError(BatchFault.TOO_LARGE, message)
         if uploaded is not None and _NO_FILE_TEXT.search(reply.message):
             return NotCreatedError(BatchFault.TRANSIENT, message)
@@ -343,13 +249,13 @@ class GoogleBatch:
     # --- following ------------------------------------------------------------------------------
 
     def poll(self, provider_batch_id: str) -> BatchStatus:
-        return _status(self._get(provider_batch_id))
+        return read_status(self._get(provider_batch_id))
 
     def cancel(self, provider_batch_id: str) -> None:
         reply = self._run(self._send("post", f"{provider_batch_id}:cancel"))
         if isinstance(reply, ErrorReply) and reply.status in (400, 409):
             # What the API says of a batch that has ended is not documented: look.
-            is_over = _status(self._get(provider_batch_id)).state.is_final
+            is_over = read_status(self._get(provider_batch_id)).state.is_final
             reply = "" if is_over else reply
         self._good(reply, provider_batch_id)
 
@@ -362,7 +268,7 @@ class GoogleBatch:
         found = [
             ListedBatch(
                 batch.name,
-                _status(batch),
+                read_status(batch),
                 batch.metadata.create_time,
                 _shard_hex(batch.metadata.display_name),
             )
@@ -378,7 +284,7 @@ class GoogleBatch:
 
         self._run(close())
 
-    def _batches(self, since: datetime | None) -> Iterator[_Operation]:
+    def _batches(self, since: datetime | None) -> Iterator[Operation]:
         """Yield the account's batches created since then.
 
         The list has been seen newest first, which is not documented: it is read to its end, unless
@@ -388,8 +294,9 @@ class GoogleBatch:
         times: list[datetime] = []
         while True:
             query = f"batches?pageSize={_PAGE}" + (f"&pageToken={quote(token)}" if token else "")
-            content = self._good(self._run(self._send("get", query)), "the list of batches")
-            page = self._parse(_Page, content)
+            reply = self._run(self._send("get", query))
+            content = self._good(reply, "the list of batches", may_be_gone=False)
+            page = self._parse(Page, content)
             for batch in page.operations:
                 times.append(batch.metadata.create_time)
                 if since is None or times[-1] >= since:
@@ -401,15 +308,15 @@ class GoogleBatch:
                 return
             token = page.next_page_token
 
-    def _get(self, provider_batch_id: str) -> _Operation:
+    def _get(self, provider_batch_id: str) -> Operation:
         reply = self._run(self._send("get", provider_batch_id))
-        return self._parse(_Operation, self._good(reply, provider_batch_id))
+        return self._parse(Operation, self._good(reply, provider_batch_id))
 
     # --- results --------------------------------------------------------------------------------
 
     def fetch(self, provider_batch_id: str, folder: Path, call: Call) -> Iterator[BatchLine]:
         batch = self._get(provider_batch_id)
-        state = _status(batch).state
+        state = read_status(batch).state
         if not state.is_final:
             raise ProviderBusyError(f"batch {batch.name} has no results yet")
         file = folder / f"{re.sub(r'[^A-Za-z0-9_-]', '_', batch.name)[:100]}.jsonl"
@@ -424,7 +331,7 @@ class GoogleBatch:
             raise BatchGoneError(f"Google has deleted the results of batch {batch.name}")
         else:
             return iter(())
-        return map(_parse_line, iter_lines(file))
+        return map(parse_line, iter_lines(file))
 
     def _download(self, name: str, file: Path) -> None:
         from google.genai import types
@@ -438,7 +345,7 @@ class GoogleBatch:
             return ""
 
         for tries in range(1, _DOWNLOAD_TRIES + 1):
-            reply = self._run(_read_reply(download()))
+            reply = self._run(read_reply(download()))
             if not isinstance(reply, Failure):
                 break
             if tries == _DOWNLOAD_TRIES:
@@ -460,16 +367,18 @@ class GoogleBatch:
         return self._client
 
     async def _send(self, method: str, path: str) -> str | ErrorReply | Failure:
-        return await _read_reply(self._connected().call(method, path))
+        return await read_reply(self._connected().call(method, path))
 
-    def _good(self, reply: str | ErrorReply | Failure, subject: str) -> str:
+    def _good(
+        self, reply: str | ErrorReply | Failure, subject: str, *, may_be_gone: bool = True
+    ) -> str:
         """Return a good reply, or raise what another one says about the call."""
         if isinstance(reply, str):
             return reply
         if isinstance(reply, Failure):
             raise ProviderBusyError(self._say(f"{subject}: {reply.message}"))
         message = self._say(f"{subject}: {_told(reply)}")
-        if reply.status == 404 or _NO_FILE_TEXT.search(reply.message):
+        if may_be_gone and (reply.status == 404 or _NO_FILE_TEXT.search(reply.message)):
             raise BatchGoneError(message)
         failure = classify_error(reply)
         if failure.outcome is None:
@@ -493,7 +402,7 @@ class GoogleBatch:
     def _say(self, message: str) -> str:
         with contextlib.suppress(SystemicError):  # there may be no key any more
             message = scrub(message, self._endpoint.read_api_key())
-        return message[:_MAX_MESSAGE_CHARS]
+        return message[:MAX_MESSAGE_CHARS]
 
 
 class _Sending:
@@ -501,7 +410,7 @@ class _Sending:
 
     def __init__(self, must_end_by: float) -> None:
         self.must_end_by = must_end_by
-        self.is_whole = False  # nothing of the request is still here
+        self.is_whole = False  # all of it was handed to the connection
 
     async def watch(self, request: Any) -> None:
         request.extensions["trace"] = self._trace
@@ -514,18 +423,6 @@ class _Sending:
                 raise _TooLateError
         elif event.endswith(".send_request_body.complete"):
             self.is_whole = True
-
-
-async def _read_reply(sending: Coroutine[Any, Any, str]) -> str | ErrorReply | Failure:
-    """Return a good reply, what an error reply says, or how the connection failed."""
-    import httpx2
-
-    try:
-        return await sending
-    except ErrorReplyError as error:
-        return error.reply
-    except httpx2.HTTPError as error:
-        return lost_connection(error)
 
 
 def _name(shard: ShardLabel) -> str:
@@ -544,81 +441,3 @@ def _told(reply: ErrorReply) -> str:
 def _inlined(line: bytes) -> dict[str, Any]:
     entry = orjson.loads(line)
     return {"request": entry["request"], "metadata": {"key": entry["key"]}}
-
-
-def _status(batch: _Operation) -> BatchStatus:
-    told = batch.metadata
-    name = re.sub(r"^(BATCH|JOB)_STATE_", "", told.state)
-    if name not in _STATES:
-        raise BackendError(f"batch {batch.name} is in a state that is not known: {told.state}")
-    state = _STATES[name]
-    stats = told.batch_stats
-    is_counted = stats.request_count is not None  # a count of zero is left out
-    fault, error = None, None
-    if batch.error is not None:
-        error = f"code {batch.error.code}: {batch.error.message}"[:_MAX_MESSAGE_CHARS]
-    if state is BatchState.FAILED:
-        fault = _fault(batch.error)
-        error = error or "Google gives no reason"
-    has_results = state is BatchState.COMPLETED and told.end_time is not None
-    return BatchStatus(
-        state,
-        told.state,
-        stats.request_count,
-        stats.successful_request_count if is_counted else None,
-        stats.failed_request_count if is_counted else None,
-        fault,
-        error,
-        told.end_time + RESULTS_KEPT if has_results and told.end_time else None,
-    )
-
-
-def _fault(error: _Problem | None) -> BatchFault:
-    status = _STATUS_OF_CODE.get(error.code, 500) if error else 500
-    if error and _TOO_LARGE_TEXT.search(error.message):
-        return BatchFault.TOO_LARGE
-    if status == 429:
-        return BatchFault.QUEUE_FULL
-    return BatchFault.SYSTEMIC if status in (400, 401, 403, 404) else BatchFault.TRANSIENT
-
-
-def _parse_line(line: bytes) -> BatchLine:
-    try:
-        entry = _read_json(line)
-        custom_id = entry["key"] if "key" in entry else entry.get("metadata", {}).get("key")
-        if not isinstance(custom_id, str):
-            custom_id = ""
-        if "response" in entry:
-            said = parse_answer(entry["response"])
-        else:
-            said = _line_failure(entry["error"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        custom_id = ""
-        said = Failure(Outcome.TRANSIENT, f"the line is no result: {line[:100]!r}")
-    key = request_key_of(custom_id)
-    if isinstance(said, Answer):
-        return BatchLine(
-            custom_id,
-            Completion(
-                key, said.text, said.finish_reason, said.usage, model_reported=said.model_reported
-            ),
-        )
-    failure = said.outcome or Outcome.TRANSIENT  # the next batch meets what ails the account
-    error = said.message[:_MAX_MESSAGE_CHARS]
-    return BatchLine(
-        custom_id, Completion(key, None, None, said.usage, failure=failure, error=error)
-    )
-
-
-def _read_json(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except ValueError:
-        return json.loads(line)  # takes half of a surrogate pair
-
-
-def _line_failure(error: Mapping[str, Any]) -> Failure:
-    """Return what the error of a line says; its code is one of google.rpc or of HTTP."""
-    code = error.get("code", 2)
-    status = _STATUS_OF_CODE.get(code, code)
-    return classify_error(ErrorReply(status, str(error.get("message") or "no reason given")))

@@ -130,6 +130,7 @@ class OnlineBackend:
         self._endpoint = endpoint
         self._open_api = open_api
         self._version = version
+        self._is_internal = engine.get("internal") is True
         self._cap: int = engine.get("max_concurrency", DEFAULT_CONCURRENCY)
         per_minute = engine.get("requests_per_minute")
         self._gap_seconds = 60.0 / per_minute if per_minute else 0.0
@@ -137,7 +138,7 @@ class OnlineBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(self._cap, _SHARD_REQUESTS, stays_inside=False)
+        return Capabilities(self._cap, _SHARD_REQUESTS, stays_inside=self._is_internal)
 
     @property
     def version(self) -> str:

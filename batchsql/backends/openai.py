@@ -67,6 +67,7 @@ COMPATIBLE_OPTIONS: Params = {
     **ONLINE_OPTIONS,
     # Whether the server takes files and batches as OpenAI does; few that one runs oneself do.
     "batches": Param("boolean"),
+    "internal": Param("boolean"),
 }
 
 _FINISH_REASONS = {

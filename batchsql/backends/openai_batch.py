@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import orjson
-
 from batchsql.backends.batch import (
     BatchFault,
     BatchLimits,
@@ -42,6 +40,7 @@ from batchsql.backends.openai_lines import (
     BATCH_ENDPOINT,
     batch_encoder,
     fault_of,
+    parse_json,
     parse_line,
     parse_moment,
     parse_status,
@@ -49,12 +48,13 @@ from batchsql.backends.openai_lines import (
 from batchsql.errors import BackendError, SystemicError
 from batchsql.types import Call, ModelRef, Outcome, Request
 
+_RETENTION = timedelta(days=30)
 # 50,000 requests and 200 MB a file, 24 hours, files kept for 30 days: OpenAI's guide to batches.
 _LIMITS = BatchLimits(
     max_requests=50_000,
     max_bytes=195_000_000,
     window_seconds=24 * 3600,
-    retention_seconds=30 * 24 * 3600,
+    retention_seconds=_RETENTION.total_seconds(),
     settles_late=True,  # the input is checked only after the batch was created
 )
 _INPUT_KEPT_SECONDS = 7 * 24 * 3600
@@ -63,6 +63,9 @@ _INPUT_KEPT_SECONDS = 7 * 24 * 3600
 _SHARD_KEY, _REQUESTS_KEY = "batchsql_shard", "batchsql_requests"
 _CLOCK_SKEW = timedelta(minutes=15)
 _PAGE_SIZE = 100  # the most that a list gives at once
+_TRANSFER_SECONDS = 800.0
+"""How long a file may be under way: no longer than the lease of whoever waits for it."""
+
 _DOWNLOAD_TRIES = 3
 _DOWNLOAD_PAUSE_SECONDS = 1.0
 
@@ -138,13 +141,12 @@ class OpenAIBatch:
             file = (f"batchsql-{shard.hex}.jsonl", content, "application/jsonl")
             reply = self._calls.reply_to(
                 sending("POST", "/files", body={"purpose": "batch", **more}, file=file),
-                seconds=None,
+                _TRANSFER_SECONDS,
             )
         if isinstance(reply, ErrorReply):
             refusal = self._refusal(what, reply)
-            if not isinstance(refusal, NotCreatedError) or (
-                refusal.fault is not BatchFault.TRANSIENT
-            ):
+            fault = refusal.fault if isinstance(refusal, NotCreatedError) else None
+            if fault is not BatchFault.TRANSIENT:
                 raise refusal
         return self._id_of(what, self._calls.read(what, reply))
 
@@ -175,7 +177,8 @@ class OpenAIBatch:
             batch_id = self._id_of(what, batch)
         except BackendError as error:
             raise MaybeCreatedError(str(error)) from None
-        return CreatedBatch(batch_id, _status(batch).results_until)
+        created_at = parse_moment(batch.get("created_at"))
+        return CreatedBatch(batch_id, created_at and created_at + _RETENTION)
 
     def find(self, shard: ShardLabel) -> Finding:
         """Look for the shard's mark in the list of batches.
@@ -193,7 +196,8 @@ class OpenAIBatch:
             is_late = until and created_at and created_at > until + _CLOCK_SKEW
             if self._endpoint.is_own or batch.get("metadata") or is_late:
                 continue
-            if _status(batch).total in (None, 0, shard.requests):
+            counts = batch.get("request_counts") or {}
+            if counts.get("total") in (None, 0, shard.requests):
                 reason = f"batch {batch['id']} carries no metadata and may be ours"
         return Finding(is_sure=reason is None, reason=reason)
 
@@ -303,7 +307,7 @@ class OpenAIBatch:
         for number in range(_DOWNLOAD_TRIES):
             if number:
                 time.sleep(_DOWNLOAD_PAUSE_SECONDS)
-            reply = self._calls.reply_to(downloading(path, target), seconds=None)
+            reply = self._calls.reply_to(downloading(path, target), _TRANSFER_SECONDS)
             if isinstance(reply, ErrorReply):
                 raise self._calls.trouble(what, reply, is_about_batch=True)
             if reply is None and _is_whole(target):
@@ -323,7 +327,7 @@ class OpenAIBatch:
 
 
 def _status(batch: Mapping[str, Any]) -> BatchStatus:
-    return parse_status(batch, _LIMITS.retention_seconds)
+    return parse_status(batch, _RETENTION)
 
 
 def _shard_of(batch: Mapping[str, Any]) -> str | None:
@@ -343,7 +347,4 @@ def _is_whole(file: Path) -> bool:
         return True
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as text:
         tail = text[text.rfind(b"\n") + 1 :]
-    try:
-        return not tail.strip() or bool(orjson.loads(tail))
-    except orjson.JSONDecodeError:
-        return False
+    return not tail.strip() or parse_json(tail) is not None

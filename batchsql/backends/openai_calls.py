@@ -65,7 +65,7 @@ class OpenAICalls:
         """
         return self.read(what, self.reply_to(begin), is_about_batch=is_about_batch)
 
-    def reply_to(self, begin: Begin, seconds: float | None = _CALL_SECONDS) -> Any:
+    def reply_to(self, begin: Begin, seconds: float = _CALL_SECONDS) -> Any:
         """Return what a call of the SDK returns, or what became of it, within so many seconds."""
 
         async def run() -> Any:
@@ -252,4 +252,4 @@ async def _watch_start(request: Any) -> None:
 
 async def _bound_pause(response: Any) -> None:
     if (read_retry_after(response.headers) or 0.0) > _MAX_PAUSE_SECONDS:
-        pass  # which the SDK obeys
+        response.headers["x-should-retry"] = "false"  # which the SDK obeys

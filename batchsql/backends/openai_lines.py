@@ -77,7 +77,7 @@ def parse_line(text: bytes, schema: Mapping[str, Any]) -> BatchLine:
     REJECTED with a text that says so; whether every line says it is for the caller to see. Under
     status 429 it is TRANSIENT: an account without credit is not the row's fault.
     """
-    line = _parse_json(text)
+    line = parse_json(text)
     custom_id = line.get("custom_id") if isinstance(line, dict) else None
     if not isinstance(line, dict) or not isinstance(custom_id, str):
         shown = text[:100].decode(errors="replace")
@@ -86,7 +86,8 @@ def parse_line(text: bytes, schema: Mapping[str, Any]) -> BatchLine:
     return BatchLine(custom_id, _completion(request_key_of(custom_id), _parse_result(line, schema)))
 
 
-def _parse_json(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
+    """Return the value in a line, None where it holds none."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -133,7 +134,7 @@ def _completion(request_key: str, result: Answer | Failure) -> Completion:
     )
 
 
-def parse_status(batch: Mapping[str, Any], retention_seconds: float) -> BatchStatus:
+def parse_status(batch: Mapping[str, Any], retention: timedelta) -> BatchStatus:
     """Return where a batch stands.
 
     One that failed but has files of results was run, at least in part, so it counts as expired:
@@ -165,7 +166,8 @@ def parse_status(batch: Mapping[str, Any], retention_seconds: float) -> BatchSta
         failed=counts.get("failed"),
         fault=fault,
         error=error,
-        results_until=created_at and created_at + timedelta(seconds=retention_seconds),
+        results_until=created_at and created_at + retention,
+        is_checked=word.lower() != "validating",
     )
 
 

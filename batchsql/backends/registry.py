@@ -41,11 +41,12 @@ class _Provider:
     options: Params | None
     check_options: CheckOptions = lambda engine: []
     batch_opener: BatchOpener | None = None
+    is_engine: bool = False
 
 
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
 _PROVIDERS: dict[str, _Provider] = {
-    "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS),
+    "local": _Provider(local.open_local, local.PARAMS, local.ENGINE_OPTIONS, is_engine=True),
     "openai": _Provider(
         openai.open_openai,
         openai.PARAMS,
@@ -90,12 +91,16 @@ def register(
     params: Params,
     options: Params | None = None,
     batch_opener: BatchOpener | None = None,
+    *,
+    is_engine: bool = False,
 ) -> None:
     """Make a provider known, or replace it. For plugins and tests.
 
     ``options`` are the accepted keys of ``engine``; without them the opener checks for itself.
     """
-    _PROVIDERS[provider] = _Provider(opener, params, options, batch_opener=batch_opener)
+    _PROVIDERS[provider] = _Provider(
+        opener, params, options, batch_opener=batch_opener, is_engine=is_engine
+    )
 
 
 def known_providers() -> tuple[str, ...]:
@@ -114,6 +119,23 @@ def check_model(
     if provider.options is not None:
         mistakes += check_values(engine, provider.options, "engine")
     return mistakes + provider.check_options(engine)
+
+
+def is_engine(model: ModelRef) -> bool:
+    """Return whether a model is loaded by the process that asks it."""
+    provider = _PROVIDERS.get(model.provider)
+    return provider is not None and provider.is_engine
+
+
+def stays_inside(model: ModelRef, engine: Mapping[str, Any]) -> bool:
+    """Return whether rows sent to a model stay on machines that the user runs."""
+    return is_engine(model) or engine.get("internal") is True
+
+
+def has_batches(model: ModelRef) -> bool:
+    """Return whether a model's provider may offer batches, depending on the options."""
+    provider = _PROVIDERS.get(model.provider)
+    return provider is not None and provider.batch_opener is not None
 
 
 def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> StreamBackend:

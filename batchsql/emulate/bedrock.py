@@ -406,7 +406,7 @@ class Bedrock:
         contents = {}
         for file, lines in job.output.items():
             if job.is_met_by(Behaviour.SHUFFLE):
-                random.Random(job.id).shuffle(lines)  # noqa: S311 - an order, no secret
+                random.Random(job.request["jobName"]).shuffle(lines)  # noqa: S311 - an order, no secret
             name = file.rpartition("/")[2]
             contents[f"{name}.out"] = b"".join(line + b"\n" for line in lines)
         contents["manifest.json.out"] = orjson.dumps(

@@ -217,10 +217,6 @@ class Google:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = _read_body(await request.read())
-        if isinstance(body, dict) and "model" in body:
-            raise UnknownFieldError(
-                400, 'Invalid JSON payload received. Unknown name "model": Cannot find field.'
-            )
         return json_reply(self._answer(body, request.match_info["model"], "google.generate"))
 
     def _answer(

@@ -27,7 +27,7 @@ from batchsql.warehouse.shards import (
     parse_messages,
     process_id,
 )
-from batchsql.warehouse.tables import braced
+from batchsql.warehouse.tables import NEW_UUID, braced
 
 _NOBODY = ""
 _READ_ROWS = 2_000
@@ -62,6 +62,7 @@ class BatchShard:
     seconds_since_submission: float | None
     seconds_to_deadline: float | None
     seconds_to_vanish: float | None
+    copied: int | None
     is_cancel_requested: bool
 
 
@@ -81,7 +82,7 @@ _COLUMNS = (
             "results_until - {clock}",
         )
     )
-    + ", cancel_requested_at is not null"
+    + ", copied, cancel_requested_at is not null"
 )
 
 
@@ -239,6 +240,65 @@ class BatchShardLedger(ShardLedger):
             stamps={"checked_at": 0.0, "ended_at": 0.0},
         )  # fmt: skip
 
+    def free_for_copies(self, shard: BatchShard, size: int) -> BatchShard:
+        """Free claims of a batch whose end is not in sight, so that they can be asked online too.
+
+        Each is marked in ``attempts``. What the batch still brings of them is recorded as well; the
+        first good answer is kept.
+        """
+        warehouse = self.warehouse
+        with self._held(shard):
+            warehouse.execute(
+                self.sql(
+                    "insert into {attempts} (attempt_id, request_key, shard_id, run_id, "
+                    "attempt_number, outcome, is_final, route, recorded_at) select "
+                    f"{NEW_UUID[warehouse.dialect]}, c.request_key, c.shard_id, ?::uuid, "
+                    "coalesce((select max(a.attempt_number) from {attempts} a "
+                    "where a.request_key = c.request_key), 0) + 1, 'copied', false, 'batch', "
+                    "{clock} from {claims} c where c.shard_id = ?::uuid "
+                    f"order by c.request_key limit {int(size)}"
+                ),
+                [shard.run_id, shard.shard_id],
+            )
+            warehouse.execute(
+                self.sql(
+                    "delete from {claims} where shard_id = ?::uuid and request_key in (select "
+                    "request_key from {attempts} where shard_id = ?::uuid and outcome = 'copied')"
+                ),
+                [shard.shard_id, shard.shard_id],
+            )
+            left = self._count_claims(shard.shard_id)
+            warehouse.execute(
+                self.sql(
+                    "update {shards} set copied = requests - ok - failed - ?, "
+                    "requests = ok + failed + ? where shard_id = ?::uuid"
+                ),
+                [left, left, shard.shard_id],
+            )
+            return self._read_shard(shard.shard_id)
+
+    def read_mean_bytes(self, shard_id: str) -> float:
+        """Return the mean size of the messages that a shard claims, shared ones included."""
+        length = "strlen" if self.warehouse.dialect == "duckdb" else "octet_length"
+        rows = self.warehouse.fetch(
+            self.sql(
+                f"select coalesce(avg({length}(q.messages) + {length}(s.prefix)), 0)"
+                "::double precision from {claims} c "
+                "join {requests} q on q.request_key = c.request_key "
+                "join {specs} s on s.spec_version = q.spec_version where c.shard_id = ?::uuid"
+            ),
+            [shard_id],
+        )
+        return float(rows[0][0])
+
+    def count_copies(self, shard: BatchShard, count: int) -> None:
+        """Count lines of a batch whose claims were freed for copies, and which it brought still."""
+        with self._held(shard):
+            self.warehouse.execute(
+                self.sql("update {shards} set requests = requests + ? where shard_id = ?::uuid"),
+                [count, shard.shard_id],
+            )
+
     def request_cancel(self, shard: BatchShard) -> BatchShard:
         """Record that a batch is to be cancelled, before the provider is asked to."""
         return self._move(shard, shard.state, {}, stamps={"cancel_requested_at": 0.0})
@@ -366,6 +426,20 @@ class BatchShardLedger(ShardLedger):
                     [_NOBODY, shard.shard_id],
                 )
 
+    def read_copied(self, shard_id: str) -> dict[str, Claim]:
+        """Return what a shard once claimed and freed to be asked online too, by request key."""
+        rows = self.warehouse.fetch(
+            self.sql(
+                "select request_key::text, attempt_number from {attempts} "
+                "where shard_id = ?::uuid and outcome = 'copied'"
+            ),
+            [shard_id],
+        )
+        return {
+            key.replace("-", ""): Claim(Request(key.replace("-", ""), ()), int(number), 0, 0)
+            for key, number in rows
+        }
+
     def read_members(self, shard_id: str) -> dict[str, Claim]:
         """Return what a shard claims, by request key, without the messages."""
         rows = self.warehouse.fetch(
@@ -386,9 +460,12 @@ class BatchShardLedger(ShardLedger):
         return members
 
     def read_handled(self, shard_id: str) -> set[str]:
-        """Return the request keys whose lines a shard has recorded already."""
+        """Return the request keys whose lines of a shard are recorded already."""
         rows = self.warehouse.fetch(
-            self.sql("select request_key::text from {attempts} where shard_id = ?::uuid"),
+            self.sql(
+                "select request_key::text from {attempts} where shard_id = ?::uuid "
+                "and outcome <> 'copied'"
+            ),
             [shard_id],
         )
         return {key.replace("-", "") for (key,) in rows}

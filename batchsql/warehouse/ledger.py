@@ -170,6 +170,23 @@ class Ledger(BatchShardLedger):
                 [enrichment, spec_version],
             )
 
+    def mark_overdue(self, rescue_before_seconds: float) -> int:
+        """Make urgent what was in a batch whose deadline has come; return how many that are.
+
+        A deadline has come once no more than ``rescue_before_seconds`` are left until it.
+        """
+        overdue = (
+            "select a.request_key from {attempts} a join {shards} s on s.shard_id = a.shard_id "
+            "join {todo} w on w.request_key = a.request_key where s.deadline_at <= "
+            f"{{clock}} + interval '{float(rescue_before_seconds)} seconds'"
+        )
+        with self.warehouse.transaction():
+            self.warehouse.execute(
+                self.sql(f"update {{todo}} set is_urgent = true where request_key in ({overdue})")
+            )
+            rows = self.warehouse.fetch(self.sql("select count(*) from {todo} where is_urgent"))
+        return int(rows[0][0])
+
     def count_todo(self) -> int:
         """Return how many requests are on the run's list."""
         return int(self.warehouse.fetch(self.sql("select count(*) from {todo}"))[0][0])
@@ -341,6 +358,47 @@ class Ledger(BatchShardLedger):
                 [run_id, enrichment, spec_version, invocation],
             )
 
+    def open_completion(self, enrichment: str, spec_version: str) -> None:
+        """Record that somebody is to be told once an enrichment has every answer."""
+        with self.warehouse.transaction():
+            self.warehouse.execute(
+                self.sql("delete from {completions} where enrichment = ?"), [enrichment]
+            )
+            self.warehouse.execute(
+                self.sql(
+                    "insert into {completions} (enrichment, spec_version, opened_at) "
+                    "values (?, ?::uuid, {clock})"
+                ),
+                [enrichment, spec_version],
+            )
+
+    def read_completions(self) -> list[tuple[str, RequestCounts]]:
+        """Return the enrichments that have every answer while nobody was told yet."""
+        rows = self.warehouse.fetch(
+            self.sql(
+                "select enrichment, spec_version::text from {completions} where fired_at is null "
+                "order by enrichment"
+            )
+        )
+        counted = [(name, self.count_requests(version)) for name, version in rows]
+        return [(name, each) for name, each in counted if not each.waiting and not each.claimed]
+
+    def close_completion(self, enrichment: str) -> None:
+        """Record that it was told that an enrichment has every answer."""
+        with self.warehouse.transaction():
+            self.warehouse.execute(
+                self.sql("update {completions} set fired_at = {clock} where enrichment = ?"),
+                [enrichment],
+            )
+
+    def has_finished_run(self, enrichment: str) -> bool:
+        """Return whether a run of an enrichment has ever come to a good end."""
+        rows = self.warehouse.fetch(
+            self.sql("select count(*) from {runs} where enrichment = ? and state = 'finished'"),
+            [enrichment],
+        )
+        return bool(rows[0][0])
+
     def drop_leftover_candidates(self) -> None:
         """Drop candidate tables of runs that are over. DuckDB's are temporary and need no care.
 
@@ -383,7 +441,7 @@ class Ledger(BatchShardLedger):
         rows = self.warehouse.fetch(
             self.sql(
                 "select count(*) from {attempts} where run_id = ?::uuid "
-                "and outcome not in ('borrowed', 'replayed') "
+                "and outcome not in ('borrowed', 'replayed', 'copied') "
                 "and (route is null or route <> 'batch')"
             ),
             [run_id],

@@ -125,8 +125,6 @@ class Attempt:
     started_at: Any = None
     finished_at: Any = None
     route: Route | None = None
-    copy_of: str | None = None
-    """The accepted try that this one repeats: paid for knowingly, near a deadline."""
 
 
 class ShardLedger(LedgerTables):
@@ -378,7 +376,9 @@ class ShardLedger(LedgerTables):
                 "?::uuid, attempt_number, outcome, is_final, error, raw_output, finish_reason, "
                 "input_tokens, output_tokens, cached_tokens, cache_write_tokens, "
                 "reasoning_tokens, cost_usd, model_reported, engine_version, started_at, "
-                f"finished_at, route, copy_of::uuid, {{clock}} from {staged}"
+                # What is answered already was asked twice, which is paid for knowingly.
+                "finished_at, route, (select r.attempt_id from {results} r where "
+                f"r.request_key = a.request_key::uuid), {{clock}} from {staged} a"
             ),
             [run_id],
         )
@@ -466,6 +466,5 @@ def _attempts_table(attempts: Sequence[Attempt]) -> pa.Table:
         "started_at": ([a.started_at for a in attempts], stamp),
         "finished_at": ([a.finished_at for a in attempts], stamp),
         "route": ([a.route.value if a.route else None for a in attempts], pa.string()),
-        "copy_of": ([a.copy_of for a in attempts], pa.string()),
     }
     return pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()})

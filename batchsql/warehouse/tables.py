@@ -82,6 +82,7 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
                 "provider_failed bigint",
                 "end_state text",
                 "fault text",
+                "copied bigint",
                 "error text",
                 "intent_at timestamp with time zone",
                 "intent_expires_at timestamp with time zone",

@@ -25,8 +25,14 @@
         macros_version=batchsql.package_version(),
         invocation_id=invocation_id,
         existing=mergeable,
+        current=existing_relation,
         is_empty=flags.EMPTY
       ) -%}
+
+  {%- if enriched['is_held'] -%}
+    {%- do store_result('main', response=adapter.batchsql_finish(enriched['run_id'], model)) -%}
+    {{ return({'relations': [existing_relation]}) }}
+  {%- endif -%}
 
   {#- dbt's own materialization takes over: it sees the new SELECT, and the pre-hooks have run. -#}
   {%- do context.update({

@@ -328,7 +328,7 @@ def test_batch_whose_reply_came_too_late_is_found_once_it_has_ended(
     monkeypatch.setattr(anthropic_batch, "LIMITS", short)
     desk.seconds = 0.8
     emulator.misbehave(Rule(behaviour="slow", count=1))
-    with raises(MaybeCreatedError):
+    with raises(MaybeCreatedError, match="in the time that was left"):
         desk.create(4)
     emulator.release()
     finding = desk.backend.find(desk.label(4))

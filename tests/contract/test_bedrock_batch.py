@@ -474,7 +474,7 @@ def output(**changes: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": [{"text": "{}"}]}
     usage = {"inputTokens": 15, "outputTokens": 5, "totalTokens": 105,
              "cacheReadInputTokens": 80, "cacheWriteInputTokens": 5,
-             "cacheDetails": [{"ttl": "1h", "inputTokens": 3}, {"ttl": "5m", "inputTokens": 2}]}  # fmt: skip
+             "cacheDetails": [{"ttl": "1h", "inputTokens": 3}]}  # fmt: skip
     return {"output": {"message": message}, "stopReason": "end_turn", "usage": usage, **changes}
 
 

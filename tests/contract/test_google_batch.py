@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from batchsql.backends import google_batch, registry
+from batchsql.backends import google_batch, google_wire, registry
 from batchsql.backends.batch import (
     BatchBackend,
     BatchFault,
@@ -318,6 +318,18 @@ def test_unknown_model_is_systemic(emulator: Emulator, tmp_path: Path) -> None:
         Desk(open_backend(emulator.google_base_url, model), tmp_path).create()
 
 
+def test_address_without_batches_is_systemic(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(open_backend(f"{emulator.google_base_url}/nothing"), tmp_path)
+    for call in (desk.create, lambda: desk.backend.find(desk.label())):
+        with raises(SystemicError, match="404"):
+            call()
+    monkeypatch.setattr(google_batch, "INLINE_BYTES", 0)
+    with raises(SystemicError, match="404"):
+        desk.create()
+
+
 def test_input_file_that_is_gone_is_no_fault_of_the_batch(desk: Desk, tmp_path: Path) -> None:
     until = time.monotonic() + LIMITS.create_seconds
     with raises(NotCreatedError) as caught:
@@ -608,7 +620,7 @@ def test_results_of_a_running_batch_are_not_there_yet(desk: Desk) -> None:
     ],
 )
 def test_line_that_is_no_result_is_transient(line: bytes) -> None:
-    parsed = google_batch._parse_line(line)
+    parsed = google_wire.parse_line(line)
     assert parsed.completion.request_key == ""
     assert parsed.completion.failure is Outcome.TRANSIENT
 
@@ -616,7 +628,7 @@ def test_line_that_is_no_result_is_transient(line: bytes) -> None:
 def test_half_of_a_surrogate_pair_is_read() -> None:
     candidate = b'{"content":{"parts":[{"text":"\\ud800"}]},"finishReason":"STOP"}'
     name = custom_id(f"{1:032x}", SHARD).encode()
-    parsed = google_batch._parse_line(
+    parsed = google_wire.parse_line(
         b'{"key":"%b","response":{"candidates":[%b]}}' % (name, candidate)
     )
     assert parsed.completion.text == "\ud800"

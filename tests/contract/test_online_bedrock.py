@@ -1,7 +1,4 @@
-"""Bedrock's Converse through the suite that all online providers share, and in what is its own.
-
-The suite's key is an API key of Bedrock, which AWS takes in place of a signature.
-"""
+"""Bedrock's Converse through the suite that all online providers share, and in what is its own."""
 
 from __future__ import annotations
 
@@ -37,11 +34,12 @@ class TestBedrock(BaseOnline):
 
     @pytest.fixture(autouse=True)
     def aws(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("AWS_BEARER_TOKEN_BEDROCK", KEY)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOFTHETEST")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        for name in ("AWS_BEARER_TOKEN_BEDROCK", "AWS_PROFILE"):
             monkeypatch.delenv(name, raising=False)
 
     def engine(self, server: OnlineServer, **options: Any) -> dict[str, Any]:
@@ -79,6 +77,19 @@ class TestBedrock(BaseOnline):
 
     # Where AWS differs from what the suite expects of a provider.
 
+    def test_each_request_is_sent_once_and_answered(self, server: OnlineServer) -> None:
+        texts = [f"text {number}" for number in range(100)]
+        completions = self.complete(server, *texts)
+        assert {c.text for c in completions} == {GOOD}
+        assert {c.finish_reason for c in completions} == {FinishReason.STOP}
+        assert server.sent() == dict.fromkeys(texts, 1)
+        assert {seen.path for seen in server.seen} == {self.path}
+        for seen in server.seen:
+            signature = seen.headers["authorization"]
+            assert signature.startswith("AWS4-HMAC-SHA256 Credential=AKIDOFTHETEST/")
+            assert "/us-east-1/bedrock/aws4_request" in signature
+            assert KEY not in str(seen.headers)
+
     def test_usage_counts_cached_tokens_as_input(self, server: OnlineServer) -> None:
         (completion,) = self.complete(server, "x")
         assert completion.usage == Usage(
@@ -112,7 +123,10 @@ class TestBedrock(BaseOnline):
     def test_a_missing_key_is_systemic_and_names_the_variable(
         self, server: OnlineServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delenv("AWS_BEARER_TOKEN_BEDROCK")
+        with pytest.raises(SystemicError, match="profile"):
+            self.complete(server, "x", profile="nobody")
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         with pytest.raises(SystemicError, match="check the AWS credentials"):
             self.complete(server, "x")
         monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
@@ -235,17 +249,6 @@ class TestBedrock(BaseOnline):
                 {"role": "user", "content": [{"text": "4"}]},
             ],
         }
-
-    def test_requests_are_signed_where_there_is_an_access_key(
-        self, monkeypatch: pytest.MonkeyPatch, server: OnlineServer
-    ) -> None:
-        monkeypatch.delenv("AWS_BEARER_TOKEN_BEDROCK")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOFTHETEST")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
-        self.complete(server, "x")
-        signature = server.seen[0].headers["authorization"]
-        assert signature.startswith("AWS4-HMAC-SHA256 Credential=AKIDOFTHETEST/")
-        assert "/us-east-1/bedrock/aws4_request" in signature
 
 
 def test_rehearsal_server_answers_every_request_once(

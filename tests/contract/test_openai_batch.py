@@ -136,11 +136,12 @@ def test_batch_is_submitted_polled_and_fetched(
     created = backend.create(shard, lines, uploaded, CALL, in_a_minute())
     batch_id = created.provider_batch_id
     assert backend.find(shard) == Finding(batch_id)
-    assert backend.poll(batch_id).state is BatchState.RUNNING
+    validating = backend.poll(batch_id)
+    assert (validating.state, validating.is_checked) == (BatchState.RUNNING, False)
     emulator.advance(stage="in_progress", fraction=0.4)
     running = backend.poll(batch_id)
-    assert (running.state, running.total, running.ok, running.failed) == (
-        BatchState.RUNNING, 25, 10, 0,
+    assert (running.state, running.total, running.ok, running.failed, running.is_checked) == (
+        BatchState.RUNNING, 25, 10, 0, True,
     )  # fmt: skip
     with pytest.raises(ProviderBusyError, match="in_progress"):
         fetched(backend, batch_id, tmp_path)
@@ -697,6 +698,15 @@ def test_reply_to_a_creation_decides_what_is_known(
     assert len(host.seen) == 1
 
 
+def test_created_batch_counts_whatever_its_status(host: Host, tmp_path: Path) -> None:
+    host.replies["POST /v1/batches"] = (200, document(status="pondering"))
+    backend = opened(host.url + "/v1")
+    created = backend.create(label(), write(tmp_path, backend), "file-1", CALL, in_a_minute())
+    assert (created.provider_batch_id, created.results_until) == (
+        "batch_1", NOW + timedelta(days=30),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("batch", "is_own", "is_sure"),
     [
@@ -813,6 +823,7 @@ def test_paid_answers_without_a_file_are_waited_for(host: Host, tmp_path: Path) 
     ("content", "keys"),
     [
         (b'{"custom_id":"a"}', ["a"]),
+        (b'{"custom_id":"a\\ud800"}', ["a\ud800"]),
         (b'{"custom_id":"a"}\n', ["a"]),
         (b'{"custom_id":"a"}\n\r\n  \n{"custom_id":"b"}\r\n', ["a", "b"]),
         (b'{"custom_id":"a"}\n{"custom_id', None),

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from batchsql import cli
+from batchsql.cli import ledger, screen
 from batchsql.version import __version__
 from tests.support.project import ROOT, Project, Target, duckdb_target
 from tests.support.tables import rows_sql, tickets
@@ -128,7 +129,7 @@ def test_project_is_found_from_a_folder_inside_it(
     duck.write("models/deep/x.md", "")
     monkeypatch.chdir(duck.root / "models" / "deep")
     result = CliRunner().invoke(cli.main, ["status", "--profiles-dir", str(duck.root)])
-    assert result.stdout == f"{cli.NO_LEDGER}\n"
+    assert result.stdout == f"{ledger.NO_LEDGER}\n"
 
 
 # --- no ledger ------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def test_project_is_found_from_a_folder_inside_it(
 @pytest.mark.parametrize("command", LEDGER_READERS)
 def test_missing_ledger_is_no_error(project: Project, command: str) -> None:
     result = call(project, command)
-    assert (result.exit_code, result.stdout) == (0, f"{cli.NO_LEDGER}\n")
+    assert (result.exit_code, result.stdout) == (0, f"{ledger.NO_LEDGER}\n")
     assert document(call(project, command, "--json"))
     if project.target.kind == "duckdb":  # asking makes no file
         assert not Path(project.target.profile["path"]).exists()
@@ -447,7 +448,7 @@ def test_failed_leaves_out_what_an_older_declaration_asked(duck: Project) -> Non
     ],
 )
 def test_clean_text_cannot_move_a_terminal(text: str, kept: str) -> None:
-    assert cli.clean(text) == kept
+    assert screen.clean(text) == kept
 
 
 def test_replay_gives_dead_letters_a_new_budget(project: Project) -> None:
@@ -477,7 +478,7 @@ def test_replay_asks_on_a_terminal_and_refuses_without_one(
     result = call(duck, "replay")
     assert (result.exit_code, dead()) == (2, 4)
     assert "give --yes" in result.stderr
-    monkeypatch.setattr(cli, "_is_interactive", lambda: True)
+    monkeypatch.setattr(ledger, "_is_interactive", lambda: True)
     place = ["--project-dir", str(duck.root), "--profiles-dir", str(duck.root)]
     no = CliRunner().invoke(cli.main, ["replay", *place], input="n\n")
     assert (no.exit_code, dead()) == (1, 4)

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchsql import cli
-from batchsql.emulate import AnthropicLimits, Behaviour, OpenAILimits
+from batchsql.emulate import AnthropicLimits, Behaviour, GoogleLimits, OpenAILimits
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
@@ -49,6 +49,7 @@ def test_command_serves_until_it_is_stopped_and_tells_the_bill(number: signal.Si
         variables = dict(re.findall(r"export (\w+)=(\S+)", told))
         assert set(variables) == {
             "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+            "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GOOGLE_API_KEY",
         }  # fmt: skip
         question = {"model": "gpt-5-mini", "messages": [{"role": "user", "content": "hi"}]}
         url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
@@ -83,7 +84,7 @@ def test_page_describes_every_misbehaviour(behaviour: str) -> None:
     assert f"| `{behaviour}` |" in PAGE
 
 
-@pytest.mark.parametrize("limits", [OpenAILimits, AnthropicLimits])
+@pytest.mark.parametrize("limits", [OpenAILimits, AnthropicLimits, GoogleLimits])
 def test_page_names_every_limit(limits: type) -> None:
     provider = limits.__name__.removesuffix("Limits").lower()
     for name in limits.__dataclass_fields__:  # type: ignore[attr-defined]

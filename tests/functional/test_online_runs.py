@@ -29,6 +29,7 @@ def declare(project: Project, model: str, emulator: Emulator, **engine: Any) -> 
     url = emulator.anthropic_base_url if is_anthropic else emulator.openai_base_url
     llm = {
         "model": model,
+        "route": "online",
         "prompt": "prompts/label.md",
         "returns": {
             "category": {"enum": ["billing", "bug", "other"]},

@@ -35,7 +35,8 @@ class Seen:
         if "contents" in self.body:  # Gemini's form
             text: str = self.body["contents"][-1]["parts"][0]["text"]
         else:
-            text = self.body["messages"][-1]["content"]
+            content = self.body["messages"][-1]["content"]
+            text = content if isinstance(content, str) else content[-1]["text"]  # Converse's
         return text
 
 

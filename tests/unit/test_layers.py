@@ -16,13 +16,14 @@ RANKS = {
     "declare": 1,
     "validate": 2, "plan": 2,
     "backends": 3, "warehouse": 3, "emulate": 3,
-    "progress": 4, "judging": 4,
-    "counting": 5, "pricing": 5,
+    "progress": 4, "judging": 4, "carrying": 4,
+    "counting": 5, "pricing": 5, "placement": 5,
     "batches": 6,
     "collecting": 7,
+    "recovering": 8,
     "context": 8,
     "shipping": 9,
-    "dispatch": 10,
+    "dispatch": 10, "rounds": 10, "completion": 10,
     "runner": 11,
     "dbt": 12, "scaffold": 12,
     "dbt_project": 13,
@@ -30,10 +31,16 @@ RANKS = {
 }  # fmt: skip
 SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},
-    {"backends.local", "backends.openai", "backends.anthropic"},
-    {"backends.local", "backends.openai_batch", "backends.anthropic_batch"},
+    {
+        "backends.local", "backends.openai", "backends.anthropic", "backends.google",
+        "backends.bedrock",
+    },
+    {
+        "backends.local", "backends.openai_batch", "backends.anthropic_batch",
+        "backends.google_batch", "backends.bedrock_batch",
+    },
     {"backends.local", "backends.openai", "backends.anthropic_batch"},
-]
+]  # fmt: skip
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -1,0 +1,309 @@
+"""``batchsql collect`` and ``cancel``: the batches that are at a provider."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchsql.cli.ledger import NO_LEDGER, found_ledgers, model_name
+from batchsql.cli.options import (
+    EXIT_OPEN_WORK,
+    ReadableFailure,
+    exit_code_option,
+    json_option,
+    opens_project,
+)
+from batchsql.cli.screen import ago, number, print_json, print_table, say, working
+from batchsql.declare.durations import parse_seconds
+from batchsql.progress import format_seconds
+
+if TYPE_CHECKING:
+    from batchsql.completion import Completed
+    from batchsql.dbt_project import ProjectOptions
+    from batchsql.rounds import Round, Rounds
+    from batchsql.warehouse.batch_shards import BatchShard
+
+FIRST_PAUSE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 60.0
+LOCK_PAUSE_SECONDS = 1.0
+
+
+class _Duration(click.ParamType):  # type: ignore[type-arg]
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        seconds = parse_seconds(value)
+        if seconds is None:
+            self.fail(f"got {value!r}; write a duration such as 90s, 30m or 6h", param, context)
+        return seconds
+
+
+_lock_wait = click.option(
+    "--lock-wait", "lock_seconds", type=_Duration(), default=0.0, metavar="DURATION",
+    help="How long to wait while another process has the DuckDB file open. Default: not at all.",
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--wait", "wait_seconds", type=_Duration(), default=0.0, metavar="DURATION",
+    help="Go on looking until every batch is over, for at most this long. Default: look once.",
+)  # fmt: skip
+@_lock_wait
+@json_option
+@exit_code_option("a batch is still open")
+@opens_project
+@click.pass_context
+def collect(
+    context: click.Context, *, options: ProjectOptions, names: tuple[str, ...],
+    wait_seconds: float, lock_seconds: float, as_json: bool, use_exit_code: bool,
+) -> None:  # fmt: skip
+    """Bring home what is done of the batches at the providers.
+
+    Never submits a batch.
+
+    Looks at every open batch that a run of this target submitted, also of models that are gone from
+    the project. Answers of ended batches are validated and written into the ledger; batches whose
+    creation was interrupted are looked for; what a batch left over whose deadline has come is asked
+    online. The next `dbt run` sends what has to be sent again, and builds the tables. Where on_complete is declared, it is told once the last answer is there.
+
+    Made for cron. Any number may run at once; on DuckDB, one process at a time has the file.
+
+    \b
+    Example:
+      batchsql collect --wait 2h && dbt build
+    """
+    with _stopping() as stop:
+        until = time.monotonic() + wait_seconds
+        pause = FIRST_PAUSE_SECONDS
+        total: list[Round] = []
+        while True:
+            made = _with_lock(lock_seconds, lambda: _make_round(options, names, stop))
+            if made is None:
+                say(NO_LEDGER) if not as_json else print_json({"moved": [], "open": []})
+                return
+            total.append(made.round)
+            if not as_json:
+                _print_round(made.round)
+            _tell(options, made, lock_seconds)
+            is_over = not made.round.open or made.round.errors or time.monotonic() >= until
+            if is_over or stop.is_set():
+                break
+            stop.wait(min(pause, max(0.0, until - time.monotonic())))
+            pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+    last = total[-1]
+    if as_json:
+        print_json(_document(total))
+    if last.errors:
+        raise ReadableFailure("\n".join(str(error) for error in last.errors))
+    if use_exit_code and last.open:
+        context.exit(EXIT_OPEN_WORK)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_lock_wait
+@opens_project
+def cancel(
+    *, options: ProjectOptions, names: tuple[str, ...], yes: bool, lock_seconds: float
+) -> None:
+    """Ask the providers to cancel open batches. Never throws away an answer that was paid for.
+
+    What a batch has finished until then is paid for and is kept: `batchsql collect` brings it once
+    the cancelling is over. The other requests cost nothing and wait again, so the next `dbt run`
+    sends them anew unless the model is changed or disabled.
+
+    \b
+    Example:
+      batchsql cancel ticket_labels && batchsql collect --wait 15m
+    """
+    if not yes:
+        which = ", ".join(names) or "all models"
+        click.confirm(f"Cancel the open batches of {which}?", abort=True)
+    with _stopping() as stop:
+        made = _with_lock(lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True))
+    if made is None:
+        say(NO_LEDGER)
+        return
+    say(f"asked to cancel {number(len(made.round.moved), 'batch')}".replace("batchs", "batches"))
+    if made.round.errors:
+        raise ReadableFailure("\n".join(str(error) for error in made.round.errors))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """A round, and the enrichments that have every answer now with whom to tell."""
+
+    round: Round
+    completed: list[tuple[Any, Completed]]
+
+
+def _make_round(
+    options: ProjectOptions, names: Sequence[str], stop: threading.Event, is_cancel: bool = False
+) -> _Made | None:
+    """Open the ledgers, make a round over each, and close them again."""
+    from batchsql.completion import Completed
+
+    rounds, completed = [], []
+    with working() as on_step, found_ledgers(options, names) as found:
+        if not found:
+            return None
+        for each in found:
+            each.ledger.migrate()
+            enrichments = [row.enrichment for row in each.enrichments] if names else None
+            maker = _open_rounds(each.ledger, each.root, stop, on_step)
+            try:
+                act = maker.cancel if is_cancel else maker.make
+                rounds.append(act(enrichments))
+            finally:
+                maker.close()
+            for enrichment, requests in each.ledger.read_completions():
+                if enrichment in each.on_complete:
+                    told = Completed(enrichment, requests.results, requests.dead)
+                    completed.append((each.on_complete[enrichment], told))
+    return _Made(_joined(rounds), completed)
+
+
+def _open_rounds(ledger: Any, root: Any, stop: threading.Event, on_step: Any) -> Rounds:
+    from batchsql.backends.registry import open_backend, open_batch_backend
+    from batchsql.pricing import open_prices
+    from batchsql.rounds import Rounds
+
+    def note(message: str) -> None:
+        on_step(message)
+        click.echo(message, err=True)
+
+    return Rounds(
+        ledger,
+        open_batch_backend=lambda model, engine: open_batch_backend(model, engine, root),
+        open_backend=lambda model, engine: open_backend(model, engine, root),
+        open_prices=open_prices,
+        stop=stop, say=note, warn=note,
+    )  # fmt: skip
+
+
+def _joined(rounds: Sequence[Round]) -> Round:
+    from batchsql.counting import ShipCounts
+    from batchsql.rounds import Round
+
+    return Round(
+        tuple(shard for each in rounds for shard in each.moved),
+        tuple(shard for each in rounds for shard in each.open),
+        tuple(error for each in rounds for error in each.errors),
+        sum((each.counts for each in rounds), ShipCounts()),
+    )
+
+
+def _tell(options: ProjectOptions, made: _Made, lock_seconds: float) -> None:
+    """Tell of what is complete, while no connection is open: the command may be a dbt run."""
+    from batchsql.completion import NotToldError, tell_completed
+
+    told = []
+    for on_complete, completed in made.completed:
+        try:
+            tell_completed(on_complete, completed)
+        except NotToldError as error:
+            click.echo(str(error), err=True)
+        else:
+            told.append(completed.enrichment)
+    if told:
+        _with_lock(max(lock_seconds, 60.0), lambda: _close_completions(options, told))
+
+
+def _close_completions(options: ProjectOptions, told: Sequence[str]) -> None:
+    with found_ledgers(options, ()) as found:
+        for each in found:
+            for enrichment in told:
+                each.ledger.close_completion(enrichment)
+
+
+def _with_lock(seconds: float, act: Callable[[], Any]) -> Any:
+    """Do something, waiting as long as asked while another process has the DuckDB file."""
+    from batchsql.dbt_project import explain_error, is_file_lock
+
+    until = time.monotonic() + seconds
+    is_said = False
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            if not is_file_lock(error) or time.monotonic() >= until:
+                raise
+            if not is_said:
+                left = format_seconds(until - time.monotonic())
+                click.echo(f"{explain_error(error)}; waiting for at most {left}", err=True)
+                is_said = True
+        time.sleep(LOCK_PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """Let Ctrl-C and SIGTERM end a command after the transaction that it is in."""
+    stop = threading.Event()
+    before = {
+        each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number_, handler in before.items():
+            signal.signal(number_, handler)
+
+
+# --- printing -------------------------------------------------------------------------------------
+
+
+def _print_round(made: Round) -> None:
+    counts = made.counts
+    if not made.moved and not made.open:
+        say("no batch is open")
+        return
+    if made.moved or counts.tries:
+        cost = f", {counts.cost_usd:.4f} USD" if counts.cost_usd else ""
+        say(
+            f"collected {len(made.moved):,} of {len(made.moved) + len(made.open):,} batches: "
+            f"{number(counts.ok, 'answer')}, "
+            f"{number(counts.tries - counts.ok, 'failure')}{cost}"
+        )
+    if made.open:
+        print_table(
+            ["open batch", "model", "state", "submitted", ">requests", ">done", ">failed"],
+            [
+                (each.provider_batch_id or each.shard_id, model_name(each.enrichment),
+                 each.provider_state or each.state.value,
+                 ago(each.seconds_since_submission or each.age_seconds), each.requests,
+                 each.provider_ok, each.provider_failed)
+                for each in made.open
+            ],
+        )  # fmt: skip
+
+
+def _document(rounds: Sequence[Round]) -> dict[str, Any]:
+    def shown(shard: BatchShard) -> dict[str, Any]:
+        return {
+            "shard_id": shard.shard_id,
+            "enrichment": shard.enrichment,
+            "model": shard.model,
+            "state": shard.state.value,
+            "provider_batch_id": shard.provider_batch_id,
+            "requests": shard.requests,
+            "error": shard.error,
+        }
+
+    return {
+        "moved": [shown(shard) for each in rounds for shard in each.moved],
+        "open": [shown(shard) for shard in rounds[-1].open],
+        "errors": [str(error) for error in rounds[-1].errors],
+        "counts": dataclasses.asdict(sum((r.counts for r in rounds[1:]), rounds[0].counts)),
+    }

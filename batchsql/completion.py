@@ -1,0 +1,78 @@
+"""Tell that an enrichment has every answer: run the user's command, or call the web address."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+
+from batchsql.declare.routing import OnComplete
+from batchsql.errors import BatchsqlError
+
+WEBHOOK_TIMEOUT_SECONDS = 30.0
+
+
+class NotToldError(BatchsqlError):
+    """The command failed, or nobody took the call. It is tried again the next time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What is told: the enrichment, and its requests that were answered or given up."""
+
+    enrichment: str
+    answered: int
+    given_up: int
+
+    @property
+    def name(self) -> str:
+        """The name of the dbt model."""
+        return self.enrichment.rpartition(".")[2]
+
+
+def tell_completed(on_complete: OnComplete, completed: Completed) -> None:
+    """Run the command through the shell, or POST the facts as JSON.
+
+    The command finds them in ``BATCHSQL_MODEL``, ``BATCHSQL_ENRICHMENT``, ``BATCHSQL_ANSWERED`` and
+    ``BATCHSQL_GIVEN_UP``. It may be told more than once, when a process dies in between.
+
+    Raises:
+        NotToldError: it failed.
+    """
+    if on_complete.command is not None:
+        facts = {
+            "BATCHSQL_MODEL": completed.name,
+            "BATCHSQL_ENRICHMENT": completed.enrichment,
+            "BATCHSQL_ANSWERED": str(completed.answered),
+            "BATCHSQL_GIVEN_UP": str(completed.given_up),
+        }
+        # A shell, as in a crontab: it is the declaration's author who writes the command.
+        done = subprocess.run(on_complete.command, shell=True, env={**os.environ, **facts})  # noqa: S602
+        if done.returncode:
+            raise NotToldError(
+                f"{completed.name}: the command of on_complete ended with {done.returncode}; it is "
+                "run again the next time that this is looked at"
+            )
+        return
+    if on_complete.webhook is not None:
+        _post(on_complete.webhook, completed)
+
+
+def _post(url: str, completed: Completed) -> None:
+    body = json.dumps({"model": completed.name, **asdict(completed)}).encode()
+    request = urllib.request.Request(  # noqa: S310  http or https, checked when it was declared
+        url, data=body, headers={"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_SECONDS):  # noqa: S310
+            return
+    except (OSError, ValueError) as error:
+        # The address may hold a secret, so it is not repeated.
+        said = error.code if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+        raise NotToldError(
+            f"{completed.name}: the webhook of on_complete did not take the call ({said}); it is "
+            "called again the next time that this is looked at"
+        ) from None

@@ -1,0 +1,86 @@
+"""Whether rows may go where a declaration sends them, checked before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchsql.backends import registry
+from batchsql.declare.spec import Declaration
+from batchsql.errors import Mistake, SpecError, SystemicError
+from batchsql.types import RouteChoice
+
+
+def place(declaration: Declaration) -> Declaration:
+    """Return the declaration with the model that is to answer it.
+
+    That is the alternative engine where rows may not leave, or where ``route`` is ``engine``, and
+    the declared model would be asked outside.
+
+    Raises:
+        SpecError: the declared model may not be asked, or cannot be asked the declared way.
+    """
+    mistakes: list[Mistake] = []
+    if _needs_engine(declaration):
+        alternative = declaration.alternatives.get("engine")
+        if alternative is None:
+            mistakes.append(_no_engine(declaration))
+        else:
+            declaration = replace(declaration, model=alternative, engine={})
+            mistakes += registry.check_model(alternative, declaration.params, {})
+            if not registry.is_engine(alternative):
+                mistakes.append(
+                    Mistake(
+                        "alternatives.engine",
+                        f"got {str(alternative)!r}, which is no model that runs in this process",
+                    )
+                )
+    route, model = declaration.route, declaration.model
+    runs_here = registry.is_engine(model)
+    if runs_here and route in (RouteChoice.BATCH, RouteChoice.ONLINE):
+        mistakes.append(
+            Mistake("route", f"got {route.value!r}, but {model} runs here; write engine or auto")
+        )
+    elif route is RouteChoice.BATCH and not registry.has_batches(model):
+        mistakes.append(
+            Mistake("route", f"got 'batch', but {model.provider} offers none; write online or auto")
+        )
+    if mistakes:
+        raise SpecError(declaration.subject, mistakes)
+    return declaration
+
+
+def check_egress(declaration: Declaration) -> None:
+    """Refuse to send rows that may not leave. The last look before a backend is opened.
+
+    Raises:
+        SystemicError: the model is asked outside.
+    """
+    if declaration.egress or registry.stays_inside(declaration.model, declaration.engine):
+        return
+    raise SystemicError(
+        f"{declaration.subject}: egress is false, but {declaration.model} is asked outside; "
+        "nothing was sent"
+    )
+
+
+def _needs_engine(declaration: Declaration) -> bool:
+    if declaration.route is RouteChoice.ENGINE:
+        return not registry.is_engine(declaration.model)
+    inside = registry.stays_inside(declaration.model, declaration.engine)
+    return not declaration.egress and not inside
+
+
+def _no_engine(declaration: Declaration) -> Mistake:
+    model = declaration.model
+    if declaration.route is RouteChoice.ENGINE:
+        return Mistake(
+            "route",
+            f"got 'engine', but {model} does not run here; declare local/... or vllm/... as the "
+            "model, or as alternatives: {engine: ...}",
+        )
+    return Mistake(
+        "egress",
+        f"is false, but {model} is asked outside; declare an engine (local/... or vllm/...) as the "
+        "model or as alternatives: {engine: ...}, or an openai_compatible server of yours with "
+        "engine: {internal: true}",
+    )

@@ -1,0 +1,143 @@
+"""Look after all open batches of a ledger, without dbt: what cron does between two nights.
+
+A round takes every batch as far as it goes, and asks online for what a batch left over whose
+deadline has come.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from batchsql.backends.base import StreamBackend
+from batchsql.batches import Say
+from batchsql.collecting import Collector, OpenBatchBackend, OpenPrices, parse_model
+from batchsql.counting import ShipCounts
+from batchsql.errors import BatchsqlError
+from batchsql.judging import Judge
+from batchsql.shipping import Pace, SendLimit, Shipper
+from batchsql.types import ModelRef, Route
+from batchsql.warehouse.batch_shards import BatchShard
+from batchsql.warehouse.ledger import Ledger
+from batchsql.warehouse.shards import ShardOrder, process_id
+
+OpenStreamBackend = Callable[[ModelRef, Mapping[str, Any]], StreamBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round came to.
+
+    ``moved`` are the shards that are over now; ``open`` those that are not; ``errors`` were met on
+    the way, and none of them kept another batch from being looked after.
+    """
+
+    moved: tuple[BatchShard, ...]
+    open: tuple[BatchShard, ...]
+    errors: tuple[BatchsqlError, ...]
+    counts: ShipCounts
+
+
+class Rounds:
+    """Makes rounds over the open batches of one ledger. Close it after the last."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        open_batch_backend: OpenBatchBackend,
+        open_backend: OpenStreamBackend,
+        open_prices: OpenPrices,
+        stop: Event,
+        say: Say,
+        warn: Say,
+    ) -> None:
+        self._ledger = ledger
+        self._run_id = str(uuid.uuid4())
+        self._owner = f"{process_id()}:{self._run_id}"
+        self._open_backend = open_backend
+        self._open_prices = open_prices
+        self._stop = stop
+        self._say = say
+        self._warn = warn
+        self._shipped = ShipCounts()
+        self._collector = Collector(
+            ledger, open_batch_backend, open_prices, owner=self._owner, say=say, warn=warn
+        )
+
+    def close(self) -> None:
+        """Close the connections to the providers."""
+        self._collector.close()
+
+    def make(self, enrichments: Sequence[str] | None = None) -> Round:
+        """Make one round over the batches of some enrichments, or of all."""
+        self._ledger.free_lost_shards()
+        looked = self._collector.look_after(self._ledger.read_open_batches(enrichments))
+        errors = list(looked.errors)
+        # One shard stands for all of its enrichment and spec: they share the settings.
+        specs = {(s.enrichment, s.spec_version): s for s in (*looked.moved, *looked.open)}
+        for shard in specs.values():
+            try:
+                self._rescue(shard)
+            except BatchsqlError as error:
+                errors.append(error)
+        counts = self._collector.counts + self._shipped
+        return Round(looked.moved, looked.open, tuple(errors), counts)
+
+    def cancel(self, enrichments: Sequence[str] | None = None) -> Round:
+        """Ask the providers to cancel the batches of some enrichments, or all."""
+        asked, errors = [], []
+        for shard in self._ledger.read_open_batches(enrichments):
+            try:
+                batches = self._collector.batches_of(
+                    parse_model(shard.model), shard.settings.get("engine", {})
+                )
+                after = batches.cancel(shard.shard_id)
+            except BatchsqlError as error:
+                errors.append(error)
+                continue
+            if after is not None and after.is_cancel_requested:
+                asked.append(after)
+        return Round(tuple(asked), (), tuple(errors), self._collector.counts)
+
+    def _rescue(self, shard: BatchShard) -> None:
+        """Ask online for what batches left over whose deadline has come."""
+        ledger = self._ledger
+        ledger.load_todo_of(shard.spec_version, shard.enrichment)
+        before_seconds = float(shard.settings.get("rescue_before_seconds", 0.0))
+        overdue = ledger.mark_overdue(before_seconds)
+        if not overdue:
+            return
+        model = parse_model(shard.model)
+        engine = shard.settings.get("engine", {})
+        _, call = self._collector.judge_of(shard)
+        backend = self._open_backend(model, engine)
+        name = shard.enrichment.rpartition(".")[2]
+        self._say(f"{name}: {overdue:,} requests of batches whose deadline has come go online")
+        ledger.assign_lanes(
+            lane=Route.BATCH, urgent=Route.ONLINE, last_try=Route.BATCH, max_item_failures=0
+        )
+        shipper = Shipper(
+            Pace(name), ledger, backend,
+            order=ShardOrder(
+                run_id=self._run_id, owner=self._owner, enrichment=shard.enrichment,
+                spec_version=shard.spec_version, backend=model.provider, model=shard.model,
+                lease_seconds=Pace(name).lease_seconds, route=Route.ONLINE,
+                route_reason="the deadline of its batch has come",
+            ),
+            call=call,
+            judge=Judge(
+                self._collector.returns_of(shard), int(shard.settings.get("max_attempts", 3)),
+                Route.ONLINE, backend.version,
+                self._open_prices(model, shard.settings.get("prices")),
+            ),
+            limit=SendLimit(None), lane=Route.ONLINE, stop=self._stop,
+            say=self._say, warn=self._warn,
+        )  # fmt: skip
+        try:
+            shipper.ship()
+        finally:
+            self._shipped += shipper.counts
