@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import orjson
+
 from batchsql.backends.batch import (
     BatchBackend,
     BatchFault,
@@ -59,7 +61,7 @@ OVERDUE_SECONDS = 24 * 3600.0
 """How long after its window a batch that does not end is cancelled."""
 
 VANISH_WARNING_SECONDS = 3 * 24 * 3600.0
-"""How long before results are deleted people are warned."""
+"""How long before results are deleted people are warned, where they are kept for weeks."""
 
 _DOWNLOADS = 3
 _REFUSED = "every request is refused"
@@ -137,7 +139,13 @@ class Batches:
         encode = self.backend.encoder(call)
         sample = Request("0" * 32, tuple(prefix))
         shard, last = self._ledger.claim_batch(
-            replace(order, owner=self._owner, lease_seconds=LEASE_SECONDS, route=Route.BATCH),
+            replace(
+                order,
+                owner=self._owner,
+                lease_seconds=LEASE_SECONDS,
+                route=Route.BATCH,
+                settings=self._with_window(order.settings),
+            ),
             after=after,
             size=min(size, limits.max_requests),
             max_bytes=limits.max_bytes,
@@ -156,6 +164,11 @@ class Batches:
         except LeaseLostError:
             self._warn(f"the shard {shard.shard_id} was taken over; its new owner goes on with it")
             return Submission(None, last)
+
+    def _with_window(self, settings: str | None) -> str:
+        """Keep the provider's ceiling with a shard, so that it can be told without a backend."""
+        known = {"window_seconds": self.backend.limits.window_seconds}
+        return orjson.dumps({**orjson.loads(settings or "{}"), **known}).decode()
 
     def _write_lines(self, shard: BatchShard, lines: Path, call: Call, judge: Judge) -> BatchShard:
         """Write a shard's input; what does not fit after all is given back."""
@@ -257,8 +270,18 @@ class Batches:
             self._ledger.leave(shard)
             raise
         if shard.state.is_open:
+            self._warn_before_results_vanish(shard)
             self._ledger.leave(shard)
         return shard
+
+    def _warn_before_results_vanish(self, shard: BatchShard) -> None:
+        left = shard.seconds_to_vanish
+        soon = min(VANISH_WARNING_SECONDS, self.backend.limits.retention_seconds / 4)
+        if left is not None and left < soon:
+            self._warn(
+                f"{self._name(shard)}: the provider deletes its results in "
+                f"{format_seconds(max(0.0, left))}; find out why it is not collected"
+            )
 
     def _find(self, shard: BatchShard) -> BatchShard:
         """Look for the batch of a shard whose creation call nobody saw the end of."""

@@ -7,11 +7,13 @@ without its process around it. Tried with dbt-core 1.10 and 1.11.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,10 @@ from dbt_common.context import set_invocation_context
 from dbt_common.exceptions import DbtBaseException
 from dbt_common.invocation import get_invocation_id
 
+from batchsql.backends.registry import has_batches, open_batch_backend
+from batchsql.collecting import Collector, shard_settings
 from batchsql.dbt import (
+    DEFAULT_LEDGER_SUFFIX,
     MATERIALIZATION,
     describe_interruption,
     is_llm_model,
@@ -40,8 +45,12 @@ from batchsql.dbt import (
 )
 from batchsql.declare.routing import OnComplete, read_on_complete
 from batchsql.errors import BatchsqlError
+from batchsql.pricing import open_prices
+from batchsql.recovering import OnBatch, Recovered, Wanted, recover
 from batchsql.runner import EnrichmentRun
 from batchsql.warehouse.base import literal
+from batchsql.warehouse.report import LedgerReport
+from batchsql.warehouse.shards import process_id
 
 if TYPE_CHECKING:
     from batchsql.declare.spec import Declaration
@@ -217,33 +226,75 @@ class OpenProject:
                 warehouse.close()
 
     @contextlib.contextmanager
-    def ledger(self, schema: str | None) -> Iterator[Ledger]:
-        """Open one ledger of this target, whether it is there or not.
+    def ledger(self, schema: str | None, *, must_exist: bool) -> Iterator[Ledger]:
+        """Open one ledger of this target.
 
         Args:
             schema: the schema that holds it; None for the one that the models use.
+            must_exist: whether it is an error when there is none yet.
 
         Raises:
-            BatchsqlError: they use several.
+            BatchsqlError: the models use several, or there is none.
         """
+        target_schema = self._config.credentials.schema
         if schema is None:
-            schema = self._only_ledger_schema()
+            schemas = list(dict.fromkeys(self._ledger_schemas()))
+            schema = schemas[0]
+            if len(schemas) > 1:
+                names = ", ".join(each or target_schema + DEFAULT_LEDGER_SUFFIX for each in schemas)
+                raise BatchsqlError(
+                    f"the models of this target use several ledgers ({names}); say with "
+                    "--ledger-schema which one is meant"
+                )
+        missing = BatchsqlError(
+            f"there is no ledger in the schema {schema or target_schema + DEFAULT_LEDGER_SUFFIX} "
+            "of this target; dbt run makes one, and --ledger-schema names another"
+        )
+        if must_exist and not self._has_database():
+            raise missing
         with self._adapter.connection_named("batchsql"):
             _, warehouse, _ = open_connections(self._adapter)
             try:
-                yield open_ledger(warehouse, self._config.credentials.schema, schema)
+                ledger = open_ledger(warehouse, target_schema, schema)
+                if must_exist and not ledger.exists():
+                    raise missing
+                yield ledger
             finally:
                 warehouse.close()
 
-    def _only_ledger_schema(self) -> str | None:
-        schemas = list(dict.fromkeys(self._ledger_schemas()))
-        if len(schemas) == 1:
-            return schemas[0]
-        default = default_ledger_schema(self._config.credentials.schema)
-        names = ", ".join(str(each or default) for each in schemas)
-        raise BatchsqlError(
-            f"this target has several ledgers ({names}); say with --ledger-schema which one is meant"
-        )
+    def recover(
+        self, nodes: Sequence[Any], since: datetime, on_batch: OnBatch, say: Callable[[str], None]
+    ) -> Recovered:
+        """Bring back what providers' batches hold for models that were planned; see ``recover``."""
+        groups: dict[tuple[str | None, Path], list[tuple[str, Declaration]]] = {}
+        for node in nodes:
+            declaration = read_declaration(node, self._config)
+            place = declaration.ledger_schema, project_root_of(node, self._config)
+            groups.setdefault(place, []).append((str(node.unique_id), declaration))
+        found = Recovered()
+        for (schema, root), members in groups.items():
+            with self.ledger(schema or self._ledger_schemas()[0], must_exist=True) as ledger:
+                last = {row.enrichment: row for row in LedgerReport(ledger).read_enrichments()}
+                wanted = [
+                    Wanted(
+                        enrichment, last[enrichment].run_id, last[enrichment].spec_version,
+                        declaration.model, declaration.engine, shard_settings(declaration),
+                    )
+                    for enrichment, declaration in members
+                ]  # fmt: skip
+                collector = Collector(
+                    ledger,
+                    functools.partial(open_batch_backend, project_root=root),
+                    open_prices,
+                    owner=f"{process_id()}:recover",
+                    say=say,
+                    warn=say,
+                )
+                try:
+                    found += recover(ledger, wanted, collector, since, on_batch)
+                finally:
+                    collector.close()
+        return found
 
     def _has_database(self) -> bool:
         """Whether there is a database to connect to: connecting to a DuckDB file would make it."""
@@ -294,6 +345,10 @@ class OpenProject:
     def root(self) -> Path:
         """The project's folder."""
         return Path(self._config.project_root)
+
+    def has_batches(self, node: Any) -> bool:
+        """Return whether the provider of a model offers batches."""
+        return has_batches(read_declaration(node, self._config).model)
 
     def plan(self, node: Any) -> ModelPlan:
         """Find and record what a run of a compiled model would send. Sends nothing."""
@@ -436,3 +491,63 @@ def _compile(options: ProjectOptions, select: str | None) -> tuple[list[Any], li
             message = _without_kind(str(each.message or f"dbt calls it {each.status}"))
             failed.append(ModelPlan(node.name, node.unique_id, error=f"{node.name}: {message}"))
     return nodes, failed
+
+
+# --- recover --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What came of ``recover``: the models whose batches were looked for, and what was found.
+
+    ``without_batches`` names models whose provider offers none; ``failed`` are those that could not
+    be planned.
+    """
+
+    names: tuple[str, ...]
+    without_batches: tuple[str, ...]
+    failed: tuple[ModelPlan, ...]
+    found: Recovered
+
+
+def recover_models(
+    options: ProjectOptions, select: str, since: datetime, on_step: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Recovery:  # fmt: skip
+    """Plan the selected llm models, so that their requests are known, and bring back their answers.
+
+    Args:
+        options: the project.
+        select: dbt's selection syntax.
+        since: batches created before are not looked at.
+        on_step: told what is being done.
+        say: told what came of each batch.
+
+    Raises:
+        DbtBaseException: the project cannot be parsed, or a declaration is wrong.
+        BackendError: a provider cannot be asked for its batches.
+    """
+    on_step("compiling")
+    nodes, failed = _compile(options, select)
+    names, without = [], []
+    found = Recovered()
+    if nodes:
+        with open_project(options) as project:
+            planned = []
+            for number, node in enumerate(nodes, start=1):
+                on_step(f"planning {node.name} ({number} of {len(nodes)})")
+                if not project.has_batches(node):
+                    without.append(str(node.name))
+                    continue
+                plan = project.plan(node)
+                if plan.error is None:
+                    planned.append(node)
+                    names.append(str(node.name))
+                else:
+                    failed.append(plan)
+            on_step("listing batches")
+            found = project.recover(
+                planned, since,
+                lambda done, total: on_step(f"{done:,} of {total:,} batches"), say,
+            )  # fmt: skip
+    return Recovery(tuple(names), tuple(without), tuple(failed), found)

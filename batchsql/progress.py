@@ -30,10 +30,12 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Write a duration for people: ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``29 d 3 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

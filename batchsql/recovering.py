@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,12 @@ class Recovered:
     claimed: int = 0
     unmatched: int = 0
     others: int = 0
-    errors: Sequence[str] = field(default=())
+    errors: tuple[str, ...] = ()
+
+    def __add__(self, other: Recovered) -> Recovered:
+        return Recovered(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
 
 
 def recover(
@@ -134,7 +139,7 @@ def recover(
     shipped = collector.counts
     return Recovered(
         **counts, batches=len(listed), answers=shipped.ok, failures=shipped.tries - shipped.ok,
-        errors=errors,
+        errors=tuple(errors),
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import duckdb
 
 from batchsql.backends.base import Capabilities, StreamBackend
-from batchsql.backends.registry import check_model
+from batchsql.backends.registry import check_model, open_backend, open_batch_backend
 from batchsql.context import RunContext
 from batchsql.declare.spec import Declaration, parse_declaration
+from batchsql.pricing import open_prices
 from batchsql.runner import EnrichmentRun
 from batchsql.types import Call, Completion, FinishReason, Request
 from batchsql.warehouse.duckdb import DuckDBDialect, DuckDBSource, DuckDBWarehouse
@@ -53,6 +54,13 @@ def declare(**more: Any) -> Declaration:
     )
 
 
+def _open_backend(declaration: Declaration) -> StreamBackend:
+    """Return the declared backend, but an instant one in place of an engine."""
+    if declaration.model.provider == "local":
+        return InstantBackend()
+    return open_backend(declaration.model, declaration.engine, Path())
+
+
 def open_run(
     connection: duckdb.DuckDBPyConnection,
     declaration: Declaration,
@@ -69,8 +77,10 @@ def open_run(
         warehouse=warehouse,
         dialect=DuckDBDialect(),
         ledger=Ledger(warehouse, "ledger"),
-        open_backend=lambda declaration: backend or InstantBackend(),
+        open_backend=lambda declaration: backend or _open_backend(declaration),
         open_ledger=lambda schema: Ledger(warehouse, schema),
+        open_batch_backend=lambda model, engine: open_batch_backend(model, engine, Path()),
+        open_prices=open_prices,
         enrichment="model.bench.bench",
         invocation_id="bench",
         stop=threading.Event(),

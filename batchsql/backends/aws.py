@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,7 @@ _S3_URI = re.compile(r"s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9](?:/[-!_*'().a-z0-9A
 _MAX_S3_URI_CHARS = 900
 _ROLE_ARN = re.compile(r"arn:aws(?:-[^:]+)?:iam::(?P<account>[0-9]{12}):role/.+")
 _CONNECT_SECONDS = 10.0
+_opening = threading.Lock()  # clients may be used by several threads, a session may not
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Aws:
             ignore_configured_endpoint_urls=True,
             **options,
         )
-        return self.session.client(service, endpoint_url=url, config=config)
+        with _opening:
+            return self.session.client(service, endpoint_url=url, config=config)
 
 
 def plan_aws(engine: Mapping[str, Any]) -> Aws:

@@ -51,6 +51,7 @@ from batchsql.backends.google_wire import (
     LIMITS,
     MAX_MESSAGE_CHARS,
     TOO_LARGE_TEXT,
+    Created,
     Operation,
     Page,
     parse_line,
@@ -78,7 +79,7 @@ _DOWNLOAD_TRIES = 3
 # How far the warehouse's clock and the provider's may be apart.
 _CLOCKS_DIFFER = timedelta(minutes=15)
 
-# None of these has a code of its own.
+# Neither has a code of its own.
 _NO_FILE_TEXT = re.compile(r"may not exist", re.IGNORECASE)
 _BATCH_QUOTA = re.compile(r"batch|enqueued", re.IGNORECASE)
 
@@ -184,7 +185,7 @@ class GoogleBatch:
         reply = self._run(self._create(body, sending))
         if isinstance(reply, str):
             with contextlib.suppress(ValidationError):
-                return CreatedBatch(Operation.model_validate_json(reply).name)
+                return CreatedBatch(Created.model_validate_json(reply).name)
             message = f"the reply to the creation of a batch is none: {reply[:100]!r}"
             raise MaybeCreatedError(self._say(message))
         if isinstance(reply, ErrorReply):

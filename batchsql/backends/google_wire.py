@@ -50,6 +50,7 @@ TOO_LARGE_TEXT = re.compile(r"payload size|size exceeds", re.IGNORECASE)
 """What an error says that has no code of its own."""
 
 _STATES = {
+    "UNSPECIFIED": BatchState.RUNNING,
     "PENDING": BatchState.RUNNING,
     "QUEUED": BatchState.RUNNING,
     "RUNNING": BatchState.RUNNING,
@@ -98,7 +99,7 @@ class Output(_Wire):
 
 
 class Metadata(_Wire):
-    state: str
+    state: str = "BATCH_STATE_UNSPECIFIED"  # which Google's JSON leaves out
     create_time: AwareDatetime
     end_time: AwareDatetime | None = None
     display_name: str = ""
@@ -112,6 +113,8 @@ class Problem(_Wire):
 
 
 class Operation(_Wire):
+    """A batch as the API describes it: https://ai.google.dev/api/batch-api#Operation."""
+
     name: str
     metadata: Metadata
     error: Problem | None = None
@@ -122,12 +125,25 @@ class Operation(_Wire):
         return self.response or self.metadata.output
 
 
+class Created(_Wire):
+    """What matters of the reply to a creation."""
+
+    name: str
+
+
 class Page(_Wire):
+    """One page of the account's batches."""
+
     operations: list[Operation] = []
     next_page_token: str = ""
 
 
 def read_status(batch: Operation) -> BatchStatus:
+    """Return where a batch stands.
+
+    Raises:
+        BackendError: it is in a state that is not known.
+    """
     told = batch.metadata
     name = re.sub(r"^(BATCH|JOB)_STATE_", "", told.state)
     if name not in _STATES:
@@ -164,6 +180,7 @@ def _fault(error: Problem | None) -> BatchFault:
 
 
 def parse_line(line: bytes) -> BatchLine:
+    """Return one line of results, as a file has them or the reply; never raises."""
     try:
         entry = _read_json(line)
         custom_id = entry["key"] if "key" in entry else entry.get("metadata", {}).get("key")

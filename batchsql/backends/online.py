@@ -535,7 +535,7 @@ def lost_connection(error: Exception) -> Failure:
 
 def tokens(counts: object, name: str) -> int:
     """Return a count of a reply's usage, 0 where the server gives none."""
-    value = counts.get(name) if isinstance(counts, Mapping) else None
+    value = counts.get(name) if isinstance(counts, dict) else None
     return value if isinstance(value, int) and value > 0 else 0
 
 

@@ -51,7 +51,7 @@ def without_filled_nulls(text: str, schema: Schema) -> str:
 
     A text that is no plain JSON is returned as it is: judging it is the validator's work.
     """
-    if not _has_optional(schema):
+    if "null" not in text or not _has_optional(schema):
         return text
     try:
         value = json.loads(text, object_pairs_hook=_unique)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchsql.cli import batches, init, ledger, plan, rehearsal
+from batchsql.cli import batches, carry, init, ledger, plan, rehearsal
 from batchsql.version import __version__
 
 
@@ -22,6 +22,6 @@ def main() -> None:
 
 for command in (
     plan.plan, batches.collect, batches.cancel, ledger.status, ledger.failed, ledger.replay,
-    init.init, rehearsal.emulate,
+    carry.export_command, carry.import_command, carry.recover, init.init, rehearsal.emulate,
 ):  # fmt: skip
     main.add_command(command)

@@ -83,7 +83,7 @@ def collect(
     Example:
       batchsql collect --wait 2h && dbt build
     """
-    with _stopping() as stop:
+    with stopping() as stop:
         until = time.monotonic() + wait_seconds
         pause = FIRST_PAUSE_SECONDS
         total: list[Round] = []
@@ -131,7 +131,7 @@ def cancel(
     if not yes:
         which = ", ".join(names) or "all models"
         click.confirm(f"Cancel the open batches of {which}?", abort=True)
-    with _stopping() as stop:
+    with stopping() as stop:
         made = _with_lock(lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True))
     if made is None:
         say(NO_LEDGER)
@@ -248,7 +248,7 @@ def _with_lock(seconds: float, act: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[threading.Event]:
+def stopping() -> Iterator[threading.Event]:
     """Let Ctrl-C and SIGTERM end a command after the transaction that it is in."""
     stop = threading.Event()
     before = {

@@ -190,7 +190,8 @@ def _print_status(documents: Sequence[dict[str, Any]], shards: Sequence[OpenShar
     for each in documents:
         if each["last_run"]["error"]:
             say(f"{each['name']}: the last run said: {each['last_run']['error']}")
-    if shards:
+    streams = [each for each in shards if not each.is_batch]
+    if streams:
         say("")
         print_table(
             ["open shard", "model", "backend", "state", "lease", "made", ">requests", ">ok",
@@ -199,9 +200,41 @@ def _print_status(documents: Sequence[dict[str, Any]], shards: Sequence[OpenShar
                 (each.shard_id, model_name(each.enrichment), each.backend, each.state,
                  _lease(each.lease_seconds), ago(each.age_seconds), each.requests, each.ok,
                  each.failed)
-                for each in shards
+                for each in streams
             ],
         )  # fmt: skip
+    batches = [each for each in shards if each.is_batch]
+    if batches:
+        say("")
+        print_table(
+            ["open batch", "model", "backend", "state", "age", "results", ">requests", ">done",
+             ">failed"],
+            [
+                (each.provider_batch_id or f"shard {each.shard_id}", model_name(each.enrichment),
+                 each.backend, each.provider_state or each.state, _age(each), _vanishing(each),
+                 each.requests, each.provider_ok, each.provider_failed)
+                for each in batches
+            ],
+        )  # fmt: skip
+        for batch in batches:
+            if batch.error:
+                say(f"{batch.provider_batch_id or batch.shard_id}: {batch.error}")
+
+
+def _age(shard: OpenShardRow) -> str:
+    """Say how old a batch is, against the age at which its provider ends it."""
+    age = format_seconds(shard.age_seconds)
+    if shard.window_seconds is None:
+        return age
+    return f"{age} of {format_seconds(shard.window_seconds)}"
+
+
+def _vanishing(shard: OpenShardRow) -> str:
+    if shard.vanish_seconds is None:
+        return "kept"
+    if shard.vanish_seconds < 0:
+        return f"gone {ago(-shard.vanish_seconds)}"
+    return f"kept {format_seconds(shard.vanish_seconds)}"
 
 
 def _lease(seconds: float) -> str:

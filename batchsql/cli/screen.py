@@ -8,6 +8,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -15,6 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from batchsql.progress import format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -95,9 +99,43 @@ def working() -> Iterator[Callable[[str], None]]:
         yield lambda message: status.update(Text(clean(message)))
 
 
+@contextlib.contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for each thing that is told of, on stderr and only where that is a terminal.
+
+    What is yielded takes a name, how much of it is done, and of how much.
+    """
+    screen = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    if not screen.is_terminal:
+        yield lambda name, done, total: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=screen) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done, total=total)
+
+        yield show
+
+
 def ago(seconds: float) -> str:
     return f"{format_seconds(max(0.0, seconds))} ago"
 
 
-def number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def number(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with its noun, which gets an s unless its plural is given."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

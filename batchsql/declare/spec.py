@@ -233,14 +233,14 @@ def _read_model(where: str, text: str) -> tuple[ModelRef | None, list[Mistake]]:
 
 def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, list[Mistake]]:
     if "\n" in value or "{{" in value or "{%" in value:
-        return _parse_template(value, "prompt")
+        return parse_template(value, "prompt")
     root = project_root.resolve()
     try:
         path = (root / value).resolve()
         if not path.is_relative_to(root):
             message = f"got {value!r}, which is outside the project; move the file into it"
             return "", None, [Mistake("prompt", message)]
-        return _parse_template(path.read_text(encoding="utf-8"), f"prompt {value}")
+        return parse_template(path.read_text(encoding="utf-8"), f"prompt {value}")
     except UnicodeDecodeError:
         return "", None, [Mistake(f"prompt {value}", "is not UTF-8 text; save it as UTF-8")]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -251,7 +251,8 @@ def _read_prompt(value: str, project_root: Path) -> tuple[str, Prompt | None, li
     return "", None, [Mistake("prompt", f"{reason}{hint if ' ' in value else ''}")]
 
 
-def _parse_template(text: str, where: str) -> tuple[str, Prompt | None, list[Mistake]]:
+def parse_template(text: str, where: str) -> tuple[str, Prompt | None, list[Mistake]]:
+    """Return the text of a prompt as it is hashed, the prompt parsed, and the mistakes found."""
     template = text.replace("\r\n", "\n").replace("\r", "\n")
     try:
         prompt = parse_prompt(template)

@@ -19,9 +19,16 @@ class ObjectStore:
     """Reads and writes objects by ``s3://bucket/key``, with a key that is none.
 
     Its methods may be called from any thread, by one caller at a time.
+
+    Raises:
+        MissingExtraError: boto3 is not installed.
     """
 
     def __init__(self, endpoint_url: str) -> None:
+        if importlib.util.find_spec("boto3") is None:
+            raise MissingExtraError(
+                "rehearsing Bedrock's batch jobs needs boto3: pip install 'batchsql[bedrock]'"
+            )
         self.endpoint_url = endpoint_url
         self._opened: Any = None
 

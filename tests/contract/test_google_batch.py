@@ -419,6 +419,7 @@ def test_search_trusts_no_order_that_it_has_not_seen(
         ("BATCH_STATE_CANCELLED", BatchState.CANCELLED),
         ("BATCH_STATE_EXPIRED", BatchState.EXPIRED),
         ("JOB_STATE_CANCELLING", BatchState.CANCELLING),
+        ("BATCH_STATE_UNSPECIFIED", BatchState.RUNNING),
     ],
 )
 def test_states_are_translated(

@@ -15,7 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 from batchsql import cli
-from batchsql.emulate import AnthropicLimits, Behaviour, GoogleLimits, OpenAILimits
+from batchsql.emulate import (
+    AnthropicLimits,
+    BedrockLimits,
+    Behaviour,
+    Emulator,
+    GoogleLimits,
+    OpenAILimits,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
@@ -31,11 +38,15 @@ def post(url: str, content: object) -> dict[str, object]:
         return result
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_command_serves_until_it_is_stopped_and_tells_the_bill(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "args"), [(signal.SIGINT, []), (signal.SIGTERM, ["--s3", "moto"])]
+)
+def test_command_serves_until_it_is_stopped_and_tells_the_bill(
+    number: signal.Signals, args: list[str]
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "from batchsql.cli import main; main()", "emulate", "--log",
-         "--misbehave", "empty skip=1"],
+         "--misbehave", "empty skip=1", *args],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -47,10 +58,12 @@ def test_command_serves_until_it_is_stopped_and_tells_the_bill(number: signal.Si
             if line.startswith("Ctrl-C"):
                 break
         variables = dict(re.findall(r"export (\w+)=(\S+)", told))
-        assert set(variables) == {
-            "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
-            "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GOOGLE_API_KEY",
-        }  # fmt: skip
+        s3_url = variables.get("AWS_ENDPOINT_URL_S3")
+        assert (s3_url is not None) == bool(args)
+        assert set(variables) == set(Emulator(s3_endpoint_url=s3_url).environment)
+        if s3_url is not None:
+            with urllib.request.urlopen(s3_url, timeout=30) as reply:
+                assert b"ListAllMyBucketsResult" in reply.read()
         question = {"model": "gpt-5-mini", "messages": [{"role": "user", "content": "hi"}]}
         url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
         contents = [post(url, question)["choices"][0]["message"]["content"] for _ in range(2)]  # type: ignore[index]
@@ -84,7 +97,7 @@ def test_page_describes_every_misbehaviour(behaviour: str) -> None:
     assert f"| `{behaviour}` |" in PAGE
 
 
-@pytest.mark.parametrize("limits", [OpenAILimits, AnthropicLimits, GoogleLimits])
+@pytest.mark.parametrize("limits", [OpenAILimits, AnthropicLimits, BedrockLimits, GoogleLimits])
 def test_page_names_every_limit(limits: type) -> None:
     provider = limits.__name__.removesuffix("Limits").lower()
     for name in limits.__dataclass_fields__:  # type: ignore[attr-defined]

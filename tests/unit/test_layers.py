@@ -25,7 +25,7 @@ RANKS = {
     "shipping": 9,
     "dispatch": 10, "rounds": 10, "completion": 10,
     "runner": 11,
-    "dbt": 12, "scaffold": 12,
+    "dbt": 12, "scaffold": 12, "replaying": 12,
     "dbt_project": 13,
     "cli": 14,
 }  # fmt: skip
