@@ -25,7 +25,8 @@ from batchsql.warehouse.shards import parse_messages
 OpenBatchBackend = Callable[[ModelRef, Mapping[str, Any]], "BatchBackend | None"]
 """Opens what speaks to a provider's batches, from the model and the engine options."""
 
-OpenPrices = Callable[[ModelRef, "Mapping[str, float] | None"], PriceOf]
+OpenPrices = Callable[[ModelRef, "Mapping[str, float] | None", "str | None"], PriceOf]
+"""Opens what a try costs, from the model, the declared prices and the service tier."""
 
 
 def shard_settings(declaration: Declaration) -> str:
@@ -159,7 +160,7 @@ class Collector:
                 int(settings.get("max_attempts", 3)),
                 Route.BATCH,
                 backend.version,
-                self._open_prices(model, settings.get("prices")),
+                self._open_prices(model, settings.get("prices"), None),
             )
             call = Call(
                 model=model,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -47,6 +48,7 @@ from batchsql.declare.routing import OnComplete, read_on_complete
 from batchsql.errors import BatchsqlError
 from batchsql.pricing import open_prices
 from batchsql.recovering import OnBatch, Recovered, Wanted, recover
+from batchsql.replaying import DeadSpec, Instead, NewPrompt, Replay, plan_rendered, plan_stored
 from batchsql.runner import EnrichmentRun
 from batchsql.warehouse.base import literal
 from batchsql.warehouse.report import LedgerReport
@@ -317,15 +319,48 @@ class OpenProject:
 
     def _declared(self) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
         """Yield each llm model of the last manifest with its defaults and its declaration."""
-        manifest = Path(self._config.project_target_path) / "manifest.json"
-        if not manifest.is_file():
-            return
-        for unique_id, node in orjson.loads(manifest.read_bytes())["nodes"].items():
+        for unique_id, node in (self._manifest_nodes or {}).items():
             config = node.get("config") or {}
             if config.get("materialized") != MATERIALIZATION:
                 continue
             layers = [(config.get("meta") or {}).get(key) for key in ("llm_defaults", "llm")]
             yield unique_id, [layer for layer in layers if isinstance(layer, Mapping)]
+
+    @functools.cached_property
+    def _manifest_nodes(self) -> Mapping[str, Any] | None:
+        """The nodes of the last manifest, or None where there is none."""
+        manifest = Path(self._config.project_target_path) / "manifest.json"
+        if not manifest.is_file():
+            return None
+        nodes: Mapping[str, Any] = orjson.loads(manifest.read_bytes())["nodes"]
+        return nodes
+
+    def _read_declaration(self, enrichment: str) -> Declaration | None:
+        """Return what an llm model of the last manifest declares, or None where it has no such.
+
+        Raises:
+            SpecError: the declaration is wrong.
+            BatchsqlError: there is no manifest.
+        """
+        if self._manifest_nodes is None:
+            raise BatchsqlError(
+                "there is no manifest.json that says what the models declare, such as whether rows "
+                "may leave; run dbt parse"
+            )
+        node = self._manifest_nodes.get(enrichment)
+        if node is None or node["config"].get("materialized") != MATERIALIZATION:
+            return None
+        config = SimpleNamespace(
+            meta=node["config"].get("meta"), unique_key=node["config"].get("unique_key")
+        )
+        depends_on = SimpleNamespace(macros=node["depends_on"]["macros"])
+        return read_declaration(
+            SimpleNamespace(
+                name=node["name"], package_name=node["package_name"], config=config,
+                depends_on=depends_on,
+            ),
+            self._config,
+        )  # fmt: skip
 
     def read_on_complete(self) -> dict[str, OnComplete]:
         """Return what each llm model of the last manifest wants to be told of its completion."""
@@ -366,6 +401,16 @@ class OpenProject:
         return ModelPlan(name, str(node.unique_id), error=message)
 
     def _plan(self, node: Any) -> ModelPlan:
+        with self._recorded(node) as (run, warnings):
+            plan = self._read_plan(node, run)
+        return replace(plan, warnings=tuple(warnings))
+
+    @contextlib.contextmanager
+    def _recorded(self, node: Any) -> Iterator[tuple[EnrichmentRun, list[str]]]:
+        """Find and record what a run of a compiled model would send, and give the run.
+
+        The run's candidate is there until the block ends. Its warnings come with it.
+        """
         declaration = read_declaration(node, self._config)
         warnings = [describe_interruption(each) for each in declaration.prompt.interrupts()]
         context, close = open_context(
@@ -389,7 +434,7 @@ class OpenProject:
                 )
                 run.record()
                 run.reconcile()
-                plan = self._read_plan(node, run)
+                yield run, warnings
             except BaseException as error:
                 # The first error is the one to tell, whatever else fails while closing.
                 with contextlib.suppress(Exception):
@@ -398,7 +443,41 @@ class OpenProject:
             run.finish(state="planned")
         finally:
             close()
-        return replace(plan, warnings=tuple(warnings))
+
+    def plan_stored(self, ledger: Ledger, spec: DeadSpec, instead: Instead) -> Replay | None:
+        """Plan to ask dead letters as they stand in the ledger; None where their models are gone.
+
+        Raises:
+            SpecError: a declaration is wrong, or the other model refuses an option.
+            SystemicError: one of the models that share these requests lets no row leave.
+            BatchsqlError: there is no manifest, so nobody knows whether rows may leave.
+        """
+        sharing = [
+            row.enrichment
+            for row in LedgerReport(ledger).read_enrichments()
+            if row.spec_version == spec.spec_version
+        ]
+        declared = {name: self._read_declaration(name) for name in sharing}
+        plans = [
+            plan_stored(ledger, name, spec.spec_version, each, spec.dead, instead)
+            for name, each in declared.items()
+            if each is not None
+        ]
+        return next((plan for plan in plans if plan.enrichment in spec.enrichments), None)
+
+    def plan_rendered(self, node: Any, new: NewPrompt, instead: Instead, keys: set[str]) -> Replay:
+        """Plan to ask dead letters with another prompt, from a compiled model's rows as they are.
+
+        Raises:
+            SpecError: the prompt does not fit the columns, or the model not its options.
+            SystemicError: the rows may not leave.
+            DataError: the prompt cannot be rendered for a row.
+        """
+        with (
+            self._adapter.connection_named(f"batchsql.{node.name}"),
+            self._recorded(node) as (run, _),
+        ):
+            return plan_rendered(run, new, instead, keys)
 
     def _read_plan(self, node: Any, run: EnrichmentRun) -> ModelPlan:
         ledger, counts = run.context.ledger, run.counts
@@ -551,3 +630,42 @@ def recover_models(
                 lambda done, total: on_step(f"{done:,} of {total:,} batches"), say,
             )  # fmt: skip
     return Recovery(tuple(names), tuple(without), tuple(failed), found)
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def render_dead_letters(
+    options: ProjectOptions, specs: Sequence[DeadSpec], new: NewPrompt, instead: Instead,
+    on_step: Callable[[str], None],
+) -> list[Replay]:  # fmt: skip
+    """Plan to ask dead letters with another prompt, from the rows as they are now. Sends nothing.
+
+    Each request is in one plan only. Those that no row asks any more, or whose model is gone or has
+    another declaration by now, are in none.
+
+    Raises:
+        DbtBaseException: the project cannot be parsed, or a model that is read is not there.
+        SpecError: the prompt does not fit the columns, or the model not its options.
+        SystemicError: the rows may not leave.
+        BatchsqlError: a model cannot be compiled, or the prompt not be rendered for a row.
+    """
+    left = {(spec.ledger_schema, each.request_key) for spec in specs for each in spec.dead}
+    wanted = {name for spec in specs for name in spec.enrichments}
+    on_step("compiling")
+    nodes, failed = _compile(options, " ".join(".".join(each.split(".")[2:]) for each in wanted))
+    problems = [str(each.error) for each in failed if each.enrichment in wanted]
+    if problems:
+        raise BatchsqlError("\n".join(problems))
+    plans = []
+    with open_project(options) as project:
+        for node in nodes:
+            if str(node.unique_id) not in wanted:
+                continue
+            on_step(f"rendering {node.name}")
+            plan = project.plan_rendered(node, new, instead, {key for _, key in left})
+            keys = tuple(key for key in plan.keys if (plan.ledger_schema, key) in left)
+            left -= {(plan.ledger_schema, key) for key in keys}
+            if keys:
+                plans.append(replace(plan, keys=keys))
+    return plans

@@ -111,7 +111,8 @@ class Dispatcher:
                 wanted = self._count()
             if not wanted.in_batch:
                 if wanted.free and self._limit.left != 0 and self._can_wait(wait_until):
-                    self._pause(min(wait_until, self._blocked_until))
+                    again_at = max(self._blocked_until, time.monotonic() + FIRST_POLL_SECONDS)
+                    self._pause(min(wait_until, again_at))
                     continue
                 return
             if not self._can_wait(wait_until):
@@ -195,7 +196,8 @@ class Dispatcher:
 
     def _judge(self, route: Route, version: str) -> Judge:
         declaration = self._declaration
-        prices = self._context.open_prices(declaration.model, declaration.prices)
+        tier = declaration.params.get("service_tier")
+        prices = self._context.open_prices(declaration.model, declaration.prices, tier)
         return Judge(declaration.returns, declaration.max_attempts, route, version, prices)
 
     # --- batches ------------------------------------------------------------------------------

@@ -10,6 +10,10 @@ from batchsql.plan.cost import price_book
 from batchsql.types import ModelRef
 
 
-def open_prices(model: ModelRef, declared: Mapping[str, float] | None) -> PriceOf:
+def open_prices(
+    model: ModelRef, declared: Mapping[str, float] | None, service_tier: str | None = None
+) -> PriceOf:
     """Return what a try costs, by the prices of today or those declared."""
-    return price_book(model, declared, at=datetime.now(timezone.utc)).cost_usd
+    return price_book(
+        model, declared, at=datetime.now(timezone.utc), service_tier=service_tier
+    ).cost_usd

@@ -24,13 +24,12 @@ from batchsql.collecting import OpenPrices, shard_settings
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import parse_asked
 from batchsql.declare.prompt import Prompt, RenderError
-from batchsql.declare.returns import Returns
 from batchsql.declare.spec import Declaration, parse_template
 from batchsql.errors import BatchsqlError, DataError, Mistake, SpecError
 from batchsql.judging import Judge
 from batchsql.placement import check_egress
 from batchsql.plan.cost import Prices, estimate_tokens
-from batchsql.runner import ITEM_KEY, OUTPUT, REQUEST_KEY, EnrichmentRun
+from batchsql.runner import ITEM_KEY, OUTPUT, EnrichmentRun
 from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
 from batchsql.types import Call, Completion, Message, ModelRef, Request, Route
 from batchsql.warehouse.base import (
@@ -124,6 +123,16 @@ class Instead:
             raise SpecError(f"{declared.subject}, replayed with {laid.model}", mistakes)
         check_egress(laid)
         return laid
+
+
+@dataclass(frozen=True, slots=True)
+class DeadSpec:
+    """Dead letters of one spec, and those of the enrichments using it that were asked for."""
+
+    ledger_schema: str
+    spec_version: str
+    enrichments: tuple[str, ...]
+    dead: tuple[DeadLetter, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +340,7 @@ def ask_again(
         ),
         judge=Judge(
             declaration.returns, declaration.max_attempts, replay.route, backend.version,
-            open_prices(declaration.model, declaration.prices),
+            open_prices(declaration.model, declaration.prices, None),
         ),
         limit=SendLimit(None), lane=None, stop=stop, say=say, warn=warn,
     )  # fmt: skip
@@ -356,7 +365,7 @@ def _listed(keys: Sequence[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _settings(replay: Replay) -> str:
-    """Return what the shards keep of the plan: all that was not as declared, the prompt included."""
+    """Return what the shards keep of the plan, its parameters and a new prompt's text too."""
     settings = json.loads(shard_settings(replay.declaration))
     settings["params"] = dict(replay.declaration.params)
     if replay.template is not None:

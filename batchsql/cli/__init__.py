@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchsql.cli import batches, carry, init, ledger, plan, rehearsal
+from batchsql.cli import batches, carry, init, ledger, plan, rehearsal, replay
 from batchsql.version import __version__
 
 
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 for command in (
-    plan.plan, batches.collect, batches.cancel, ledger.status, ledger.failed, ledger.replay,
+    plan.plan, batches.collect, batches.cancel, ledger.status, ledger.failed, replay.replay,
     carry.export_command, carry.import_command, carry.recover, init.init, rehearsal.emulate,
 ):  # fmt: skip
     main.add_command(command)

@@ -75,7 +75,8 @@ def collect(
     Looks at every open batch that a run of this target submitted, also of models that are gone from
     the project. Answers of ended batches are validated and written into the ledger; batches whose
     creation was interrupted are looked for; what a batch left over whose deadline has come is asked
-    online. The next `dbt run` sends what has to be sent again, and builds the tables. Where on_complete is declared, it is told once the last answer is there.
+    online. The next `dbt run` sends what has to be sent again, and builds the tables. Where
+    on_complete is declared, it is told once the last answer is there.
 
     Made for cron. Any number may run at once; on DuckDB, one process at a time has the file.
 

@@ -1,12 +1,10 @@
-"""``batchsql status``, ``failed`` and ``replay``: what the ledger knows."""
+"""``batchsql status`` and ``failed``: what the ledger knows."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,19 +21,15 @@ from batchsql.cli.options import (
 )
 from batchsql.cli.screen import ago, number, print_json, print_table, say
 from batchsql.progress import format_seconds
-from batchsql.types import Outcome
 
 if TYPE_CHECKING:
-    from batchsql.dbt_project import ProjectOptions
+    from batchsql.dbt_project import OpenProject, ProjectOptions
     from batchsql.declare.routing import OnComplete
     from batchsql.warehouse.ledger import Ledger
     from batchsql.warehouse.report import DeadLetterCause, EnrichmentRow, LedgerReport, OpenShardRow
 
 NO_LEDGER = "no ledger yet; dbt run makes one"
 SHOWN_CHARACTERS = 200
-
-# Causes of death, in the order of the types; the others are no failures of a request.
-_CAUSES = [each.value for each in Outcome if each.is_item_failure or each is Outcome.TRANSIENT]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +39,7 @@ class Found:
     ledger: Ledger
     report: LedgerReport
     enrichments: list[EnrichmentRow]
+    project: OpenProject
     root: Path
     on_complete: Mapping[str, OnComplete]
 
@@ -94,6 +89,7 @@ def found_ledgers(options: ProjectOptions, names: Sequence[str]) -> Iterator[lis
                 ledger,
                 report,
                 [row for row in rows if is_named(row.enrichment, names)],
+                project,
                 project.root,
                 on_complete,
             )
@@ -345,70 +341,4 @@ def _print_causes(causes: Sequence[dict[str, Any]], total: int, show_output: boo
     shown = sum(each["requests"] for each in causes)
     if shown < total:
         say(f"{number(total - shown, 'more dead letter')} of rarer causes (--limit shows more)")
-    say("To send them once more: batchsql replay, then dbt run")
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--cause", type=click.Choice(_CAUSES), help="Only those whose last try ended so.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@json_option
-@opens_project
-def replay(
-    *, options: ProjectOptions, names: tuple[str, ...], cause: str | None, yes: bool, as_json: bool
-) -> None:
-    """Give dead letters a new budget of tries.
-
-    The next `dbt run` of their models sends these requests, and pays for them, again. Asks first,
-    unless --yes is given. NAME is the name of a dbt model. Models with the same declaration share
-    their requests.
-
-    Never sends a request itself, never touches an answer.
-
-    \b
-    Example:
-      batchsql replay ticket_labels --cause truncated
-    """
-    with found_ledgers(options, names) as found:
-        counts: dict[str, int] = {}
-        for each in found:
-            for outcome, count in each.report.count_dead_letters(each.spec_versions).items():
-                if cause in (None, outcome):
-                    counts[outcome] = counts.get(outcome, 0) + count
-        has_ledger = bool(found)
-    total = sum(counts.values())
-    replayed = 0
-    if total and not yes:
-        _ask_to_replay(total, counts)
-    if total:
-        # Opened anew: while people think, nobody is kept from the warehouse.
-        with found_ledgers(options, names) as found:
-            replayed = sum(
-                each.report.replay(str(uuid.uuid4()), each.spec_versions, cause) for each in found
-            )
-    if as_json:
-        print_json({"replayed": replayed, "by_cause": counts})
-    elif not has_ledger:
-        say(NO_LEDGER)
-    elif not replayed:
-        say("no dead letters" + (f" with the cause {cause}" if cause else ""))
-    else:
-        say(f"{number(replayed, 'dead letter')} may be tried again; the next dbt run sends them")
-
-
-def _is_interactive() -> bool:
-    return sys.stdin.isatty()
-
-
-def _ask_to_replay(total: int, counts: Mapping[str, int]) -> None:
-    by_cause = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items())
-    question = (
-        f"{number(total, 'dead letter')} ({by_cause}) would get a new budget; the next dbt run "
-        "sends and pays for them again. Go on?"
-    )
-    if not _is_interactive():
-        raise click.UsageError(
-            f"{number(total, 'request')} would be sent and paid for again by the next dbt run, "
-            "and there is no terminal to ask on; give --yes"
-        )
-    click.confirm(question, abort=True, err=True)
+    say("To send them once more: batchsql replay, then dbt run, or batchsql replay --model")

@@ -251,7 +251,7 @@ def _open_shard(row: Sequence[Any]) -> OpenShardRow:
         return OpenShardRow(*row)
     settings = orjson.loads(row[_SETTINGS]) if row[_SETTINGS] else {}
     window = settings.get("window_seconds")
-    return OpenShardRow(*row[:_SETTINGS], window, *row[_SETTINGS + 1 :])
+    return OpenShardRow(*(*row[:_SETTINGS], window, *row[_SETTINGS + 1 :]))
 
 
 _SETTINGS = 14  # their place among the columns of an open shard

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.crash.conftest import MakeTarget
 from tests.support import fake
 from tests.support.lean import Forks, Job, run_job
-from tests.support.project import Project, Target, duckdb_target, postgres_target
+from tests.support.project import Project, Target
 
 ROWS = 8
 FLUSH_ROWS = 3
-
-MakeTarget = Callable[[], Target]
-
-
-@pytest.fixture(params=["duckdb", "postgres"])
-def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTarget]:
-    """Makes empty warehouses of one kind, as many as asked for."""
-    made: list[Target] = []
-    uri = request.getfixturevalue("postgres_uri") if request.param == "postgres" else ""
-
-    def make() -> Target:
-        target = postgres_target(uri) if uri else duckdb_target(tmp_path / f"{len(made)}.duckdb")
-        made.append(target)
-        return target
-
-    yield make
-    for target in made if uri else ():
-        target.drop()
 
 
 def job_on(target: Target, log: Path) -> Job:

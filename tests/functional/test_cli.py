@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from batchsql import cli
-from batchsql.cli import ledger, screen
+from batchsql.cli import ledger, replay, screen
 from batchsql.version import __version__
 from tests.support.project import ROOT, Project, Target, duckdb_target
 from tests.support.tables import rows_sql, tickets
@@ -478,7 +478,7 @@ def test_replay_asks_on_a_terminal_and_refuses_without_one(
     result = call(duck, "replay")
     assert (result.exit_code, dead()) == (2, 4)
     assert "give --yes" in result.stderr
-    monkeypatch.setattr(ledger, "_is_interactive", lambda: True)
+    monkeypatch.setattr(replay, "_is_interactive", lambda: True)
     place = ["--project-dir", str(duck.root), "--profiles-dir", str(duck.root)]
     no = CliRunner().invoke(cli.main, ["replay", *place], input="n\n")
     assert (no.exit_code, dead()) == (1, 4)

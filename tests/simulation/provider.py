@@ -42,7 +42,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 CLOCKS_DIFFER = timedelta(minutes=5)
 
 LIMITS = {
-    "max_requests": 3,
+    "max_requests": 2,
     "max_bytes": 2_000,
     "window_seconds": 24 * HOUR,
     "retention_seconds": 4 * 24 * HOUR,
@@ -91,6 +91,7 @@ class Manners:
     failed_line: float = 0.0
     missing_line: float = 0.0
     cut_download: float = 0.0
+    broken_download: float = 0.0
     repeated_line: float = 0.0
     foreign_line: float = 0.0
 
@@ -142,7 +143,10 @@ class Batch:
     fault: BatchFault | None = None
     cancelled_at: float = math.inf
     cuts: int = 0
-    """How many more downloads of it break."""
+    """How many more downloads of it end too early without a sign of it."""
+
+    breaks: int = 0
+    """How many more downloads of it break, which is seen."""
 
     extra: list[BatchLine] = field(default_factory=list)
     """Lines in the results that have no place there."""
@@ -220,6 +224,7 @@ class Provider:
             else rng.choice((0.0, 60.0, 3 * HOUR)),
             fault=fault,
             cuts=rng.choice((1, 2)) if self.roll(manners.cut_download) else 0,
+            breaks=rng.choice((1, 3, 5)) if self.roll(manners.broken_download) else 0,
         )
         batch.extra = list(self._extra_lines(batch))
         self.batches[batch_id] = batch
@@ -257,10 +262,10 @@ class Provider:
                 yield _result(other, request_key_of(other), text, FinishReason.STOP, None)
 
     def knows(self, batch: Batch) -> bool:
-        now = self._world.now
-        if now < batch.known_at:
-            return False
-        return not (self.manners.forgets_old_batches and self.has_deleted(batch))
+        return self._world.now >= batch.known_at and not self.forgets(batch)
+
+    def forgets(self, batch: Batch) -> bool:
+        return self.manners.forgets_old_batches and self.has_deleted(batch)
 
     def has_deleted(self, batch: Batch) -> bool:
         """Return whether the results of a batch are deleted by now."""
@@ -370,7 +375,7 @@ class FakeBatches:
     def _listed(self, since: datetime) -> Iterator[Batch]:
         for batch in reversed(self._provider.batches.values()):
             is_listed = batch.account == self.account and batch.listed_at <= self._world.now
-            if is_listed and self._provider.knows(batch) and moment(batch.created_at) >= since:
+            if is_listed and not self._provider.forgets(batch) and moment(batch.created_at) >= since:
                 yield batch
 
     def poll(self, provider_batch_id: str) -> BatchStatus:
@@ -413,18 +418,20 @@ class FakeBatches:
             raise BatchGoneError("the results are deleted")
         lines = results(batch, self._provider.limits.keeps_partial)
         rng = self._world.rng
+        ends = rng.randrange(len(lines) + 1) if batch.cuts or batch.breaks else len(lines)
+        if batch.breaks and rng.random() < 0.7:
+            batch.breaks -= 1
+            self._world.log(f"  the download breaks after {ends} lines")
+            return self._broken(lines[:ends])
         if batch.cuts and rng.random() < 0.7:
             batch.cuts -= 1
-            breaks = rng.random() < 0.5
-            lines = lines[: rng.randrange(len(lines) + 1)]
-            self._world.log(f"  a download that ends after {len(lines)} lines, said: {breaks}")
-            return self._cut(lines, breaks)
+            self._world.log(f"  the download ends after {ends} lines, without a sign of it")
+            return iter(lines[:ends])
         return iter(lines)
 
-    def _cut(self, lines: list[BatchLine], breaks: bool) -> Iterator[BatchLine]:
+    def _broken(self, lines: list[BatchLine]) -> Iterator[BatchLine]:
         yield from lines
-        if breaks:
-            raise ProviderBusyError("the download broke")
+        raise ProviderBusyError("the download broke")
 
     def cancel(self, provider_batch_id: str) -> None:
         self._begin("cancel")

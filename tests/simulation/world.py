@@ -102,6 +102,7 @@ def draw_climate(rng: random.Random) -> Climate:
             failed_line=chance(0.1, 0.4),
             missing_line=chance(0.1),
             cut_download=chance(0.3, 1.0),
+            broken_download=chance(0.3, 1.0),
             repeated_line=chance(0.2),
             foreign_line=chance(0.2),
         ),
@@ -207,7 +208,7 @@ class World:
             self._fill()
             for _ in range(self.climate.actions):
                 self._act()
-                self.advance(self.rng.choice((1.0, 600.0, HOUR, 8 * HOUR, 30 * HOUR)))
+                self.advance(self.rng.choice((1.0, 40.0, 150.0, 1_000.0, HOUR, 8 * HOUR, 30 * HOUR)))
             self._is_calm = True
             self._settle()
             self._finish()
@@ -428,7 +429,7 @@ class Actor:
         backend = FakeBatches(world, world.provider, lambda: account)
         self._collector = SimulatedCollector(
             world, self.ledger, open_backend=lambda model, engine: backend,
-            open_prices=lambda model, prices: lambda route, usage, reported: 0.001,
+            open_prices=lambda model, prices, tier: lambda route, usage, reported: 0.001,
             owner=self._owner, say=self._say, warn=self._say,
         )  # fmt: skip
 
@@ -472,7 +473,7 @@ class Actor:
         return RunContext(
             source=None, warehouse=self.warehouse, dialect=DuckDBDialect(), ledger=self.ledger,
             open_backend=None, open_ledger=None, open_batch_backend=None,
-            open_prices=lambda model, prices: lambda route, usage, reported: 0.001,
+            open_prices=lambda model, prices, tier: lambda route, usage, reported: 0.001,
             enrichment=ENRICHMENT, invocation_id="simulation", stop=Stop(self._world),
             info=self._say, warn=self._say,
         )  # type: ignore[arg-type]  # fmt: skip

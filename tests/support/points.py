@@ -1,9 +1,10 @@
-"""Points at which a test kills its own process with SIGKILL.
+"""Points at which a test kills its own process with SIGKILL, or stops it with SIGSTOP.
 
 ``arm("ledger:7")`` kills at the seventh point called ``ledger``; ``arm("any:7")`` at the seventh of
 any name. ``watch`` puts the points in place: around each durable write of the ledger, the
 candidate and dbt's own statements. The fake backend has one between getting a request and giving
-its answer.
+its answer. ``watch_batches`` puts them around what a batch backend changes at its provider, and
+before each line of results.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _passed: Counter[str] = Counter()
+_trace: list[str] = []
 _kill_at: list[tuple[str, int]] = []
+_stop_file: list[Path] = []
 
 
-def arm(at: str | None) -> None:
-    """Start counting anew, and die at the named point."""
+def arm(at: str | None, stop_file: Path | None = None) -> None:
+    """Start counting anew, and die at the named point; with a file, write it and stop there."""
     _passed.clear()
+    _trace.clear()
     _kill_at.clear()
+    _stop_file[:] = [stop_file] if stop_file else []
     if at:
         name, _, number = at.partition(":")
         _kill_at.append((name, int(number)))
@@ -33,12 +39,20 @@ def passed() -> dict[str, int]:
     return dict(_passed)
 
 
+def trace() -> list[str]:
+    """Return the names of the points passed, in order: the first is ``any:1``."""
+    return list(_trace)
+
+
 def reach(name: str) -> None:
     _passed[name] += 1
     _passed["any"] += 1
+    _trace.append(name)
     for wanted, number in _kill_at:
         if wanted in (name, "any") and _passed[wanted] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            for file in _stop_file:
+                file.touch()
+            os.kill(os.getpid(), signal.SIGSTOP if _stop_file else signal.SIGKILL)
 
 
 def watch() -> None:
@@ -98,6 +112,31 @@ def _watch_candidates(source: Any) -> None:
 
     source.create_candidate = watched
     source.is_watched = True
+
+
+def watch_batches(backend: Any) -> Any:
+    """Put the points into an opened batch backend, and return it."""
+    for name in ("upload", "create"):
+        setattr(backend, name, _watched_call(name, getattr(backend, name)))
+    fetch = backend.fetch
+
+    def watched_fetch(*args: Any) -> Iterator[Any]:
+        for line in fetch(*args):
+            reach("line")
+            yield line
+
+    backend.fetch = watched_fetch
+    return backend
+
+
+def _watched_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any) -> Any:
+        reach(name)  # nothing has left
+        result = call(*args)
+        reach(name)  # the provider has it, the caller does not know yet
+        return result
+
+    return watched
 
 
 def watch_dbt() -> None:

@@ -84,8 +84,8 @@ GOOGLE = Provider(
     "google.batches.get", "google.generate",
 )  # fmt: skip
 BEDROCK = Provider(
-    "bedrock/us.anthropic.claude-haiku-4-5-20251001-v1:0", "boto3", "bedrock.jobs.create",
-    "bedrock.jobs.get", "bedrock.jobs.get", "bedrock.converse", least=100,
+    "bedrock/us.anthropic.claude-haiku-4-5-20251001-v1:0", "boto3", "bedrock.batches.create",
+    "bedrock.batches.retrieve", "bedrock.batches.retrieve", "bedrock.converse", least=100,
 )  # fmt: skip
 PROVIDERS = (OPENAI, ANTHROPIC, GOOGLE, BEDROCK)
 
