@@ -132,7 +132,9 @@ class Rounds:
             judge=Judge(
                 self._collector.returns_of(shard), int(shard.settings.get("max_attempts", 3)),
                 Route.ONLINE, backend.version,
-                self._open_prices(model, shard.settings.get("prices"), call.params.get("service_tier")),
+                self._open_prices(
+                    model, shard.settings.get("prices"), call.params.get("service_tier")
+                ),
             ),
             limit=SendLimit(None), lane=Route.ONLINE, stop=self._stop,
             say=self._say, warn=self._warn,

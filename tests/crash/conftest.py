@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from batchsql.emulate.s3 import serve_s3
 from tests.support.project import Target, duckdb_target, postgres_target
+from tests.support.rehearsed import RehearsedProvider, clean_environment, quickened
 
 MakeTarget = Callable[[], Target]
 
@@ -26,3 +28,23 @@ def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
     yield make
     for target in made if uri else ():
         target.drop()
+
+
+@pytest.fixture(scope="package")
+def s3_url() -> Iterator[str]:
+    """A server with the buckets of Bedrock's batches."""
+    with serve_s3() as url:
+        yield url
+
+
+@pytest.fixture
+def provider(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RehearsedProvider]:
+    """The provider that a test names, with batches that live fast."""
+    environment = clean_environment(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    s3_url = request.getfixturevalue("s3_url") if request.param == "bedrock" else None
+    with quickened():
+        yield RehearsedProvider(request.param, environment, s3_url)

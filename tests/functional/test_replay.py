@@ -75,9 +75,9 @@ def duck(tmp_path: Path) -> Project:
     return Project(tmp_path / "project", duckdb_target(tmp_path / "warehouse.duckdb"))
 
 
-def call(project: Project, *args: str, input: str | None = None) -> Result:
+def call(project: Project, *args: str, typed: str | None = None) -> Result:
     place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
-    return CliRunner().invoke(cli.main, ["replay", *place, *args], input=input)
+    return CliRunner().invoke(cli.main, ["replay", *place, *args], input=typed)
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -251,6 +251,20 @@ def test_a_model_that_shares_the_requests_can_forbid_it_too(
 # --- mistakes -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def broken_prompts(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Dead letters, beside prompts that cannot be asked; nothing is ever sent for them."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    made = Project(folder / "project", duckdb_target(folder / "warehouse.duckdb"))
+    made.write("constant.md", "Say yes.\n")
+    made.write("broken.md", "{{ body\n")
+    made.write("unknown.md", "{{ subject }}\n")
+    made.write("failing.md", "{{ body.nothing.at_all }}\n")
+    (made.root / "latin.md").write_bytes(b"\xe9 {{ body }}")
+    dead_letters(made)
+    return made
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
@@ -270,14 +284,9 @@ def test_a_model_that_shares_the_requests_can_forbid_it_too(
     ],
 )
 def test_mistakes_are_told_and_nothing_is_sent(
-    duck: Project, wise: type[Wise], args: list[str], code: int, message: str
+    broken_prompts: Project, wise: type[Wise], args: list[str], code: int, message: str
 ) -> None:
-    duck.write("constant.md", "Say yes.\n")
-    duck.write("broken.md", "{{ body\n")
-    duck.write("unknown.md", "{{ subject }}\n")
-    duck.write("failing.md", "{{ body.nothing.at_all }}\n")
-    (duck.root / "latin.md").write_bytes(b"\xe9 {{ body }}")
-    dead_letters(duck)
+    duck = broken_prompts
     before = duck.target.one("select count(*) from {ledger}.attempts")
     result = call(duck, *[each.replace("{root}", str(duck.root)) for each in args], "--yes")
     assert (result.exit_code, result.stdout) == (code, "")
@@ -390,9 +399,9 @@ def test_question_tells_what_it_may_cost_and_the_answers_cost_what_is_billed(
     assert "would be sent to openai/gpt-5-mini now, for at most about 0." in result.stderr
     assert "give --yes" in result.stderr
     monkeypatch.setattr(replay, "_is_interactive", lambda: True)
-    assert call(duck, *how, input="n\n").exit_code == 1
+    assert call(duck, *how, typed="n\n").exit_code == 1
     assert (dead(duck), len(emulator.bill.charges)) == (4, 0)
-    result = call(duck, *how, input="y\n")
+    result = call(duck, *how, typed="y\n")
     assert "3 dead letters answered, 1 failed again, 0." in result.stdout
     assert dead(duck) == 1
     tries = len(emulator.bill.charges)

@@ -32,6 +32,7 @@ SETTLED_SECONDS = 360
 """Longer than any provider's time to settle, shorter than clocks may differ."""
 
 _BUCKET = "rows-of-mine"
+_OPEN = "('running', 'planned', 'submitting', 'submitted', 'ended')"
 _MODELS = {
     "openai": "gpt-5-mini",
     "anthropic": "claude-haiku-4-5",
@@ -60,28 +61,55 @@ class Conduct:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def rehearsed_job(target: Target, emulator: Emulator, provider: str, **more: Any) -> Job:
-    """Return a run of eight rows in two batches of the rehearsal server."""
-    engine: dict[str, Any] = {"api_key_env": "TEST_API_KEY"}
-    if provider == "bedrock":
-        engine = {
-            "region": "us-east-1", "base_url": emulator.bedrock_base_url,
-            "s3_endpoint_url": emulator.environment["AWS_ENDPOINT_URL_S3"],
-            "credentials": "environment", "s3_uri": f"s3://{_BUCKET}/batches/",
-            "role_arn": "arn:aws:iam::123456789012:role/batch",
-        }  # fmt: skip
-    else:
-        engine["base_url"] = getattr(emulator, f"{provider}_base_url")
-    options = {"route": "batch", "max_batch_requests": 4, **more.pop("options", {})}
-    job = Job(
-        target, "", [f"ticket {n}" for n in range(8)], model=f"{provider}/{_MODELS[provider]}",
-        engine=engine, options=options, lease_seconds=600,
-    )  # fmt: skip
-    return replace(job, **more)
+@dataclass(frozen=True)
+class RehearsedProvider:
+    """A provider as the rehearsal server plays it; Bedrock needs a store beside it."""
+
+    name: str
+    environment: Mapping[str, str]
+    s3_url: str | None = None
+
+    @contextmanager
+    def rehearsal(self, durations: Durations = INSTANT) -> Iterator[Emulator]:
+        """Run a server, with an empty bucket where there is a store."""
+        if self.s3_url is not None:
+            import boto3
+
+            store = boto3.resource("s3", endpoint_url=self.s3_url, region_name="us-east-1")
+            store.Bucket(_BUCKET).create()
+            store.Bucket(_BUCKET).objects.all().delete()
+        limits = BedrockLimits(batch_minimum=1)
+        with Emulator(
+            s3_endpoint_url=self.s3_url, bedrock=limits, durations=durations
+        ) as emulator:
+            yield emulator
+
+    def job(self, target: Target, emulator: Emulator, **more: Any) -> Job:
+        """Return a run of eight rows in two batches."""
+        engine: dict[str, Any] = {"api_key_env": "TEST_API_KEY"}
+        if self.name == "bedrock":
+            engine = {
+                "region": "us-east-1", "base_url": emulator.bedrock_base_url,
+                "s3_endpoint_url": self.s3_url, "credentials": "environment",
+                "s3_uri": f"s3://{_BUCKET}/batches/",
+                "role_arn": "arn:aws:iam::123456789012:role/batch",
+            }  # fmt: skip
+        else:
+            engine["base_url"] = getattr(emulator, f"{self.name}_base_url")
+        job = Job(
+            target, "", [f"ticket {n}" for n in range(8)],
+            model=f"{self.name}/{_MODELS[self.name]}", engine=engine,
+            options={"route": "batch", "max_batch_requests": 4}, lease_seconds=600,
+        )  # fmt: skip
+        return replace(job, **more)
+
+    def creations(self, emulator: Emulator) -> int:
+        """Return how many calls to create a batch have come in."""
+        return sum(call.operation == f"{self.name}.batches.create" for call in emulator.calls)
 
 
-def environment(folder: Path) -> Mapping[str, str]:
-    """Return what a run needs in its environment, and nothing of this machine."""
+def clean_environment(folder: Path) -> Mapping[str, str]:
+    """Return what a run needs in its environment, so that it uses nothing of this machine."""
     return {
         "TEST_API_KEY": "sk-test-0123456789abcdef",
         "AWS_ACCESS_KEY_ID": "AKIDOFTHETEST",
@@ -117,20 +145,6 @@ def quickened(**changes: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
-@contextmanager
-def rehearsal(s3_url: str | None = None, durations: Durations = INSTANT) -> Iterator[Emulator]:
-    """Run a rehearsal server, with an empty bucket where there is a store."""
-    if s3_url is not None:
-        import boto3
-
-        bucket = boto3.resource("s3", endpoint_url=s3_url, region_name="us-east-1").Bucket(_BUCKET)
-        bucket.create()
-        bucket.objects.all().delete()
-    limits = BedrockLimits(batch_minimum=1)
-    with Emulator(s3_endpoint_url=s3_url, bedrock=limits, durations=durations) as emulator:
-        yield emulator
-
-
 def run_conducted(job: Job, conduct: Conduct) -> Mapping[str, Any]:
     """Run a job, in a process of its own."""
     os.environ.update(conduct.environment)
@@ -148,61 +162,66 @@ def run_conducted(job: Job, conduct: Conduct) -> Mapping[str, Any]:
 
 
 def let_time_pass(target: Target) -> None:
-    """Make leases run out and creation calls be long over, as if hours had gone by."""
-    if target.kind == "postgres" and not target.query(
-        "select 1 from pg_tables where schemaname = '{ledger}' and tablename = 'shards'"
-    ):
-        return
-    if target.kind == "duckdb" and not target.query(
-        "select 1 from duckdb_tables() where schema_name = '{ledger}' and table_name = 'shards'"
+    """Make leases run out and creation calls be long over, as if minutes had gone by."""
+    tables = "pg_tables" if target.kind == "postgres" else "duckdb_tables()"
+    schema = "schemaname" if target.kind == "postgres" else "schema_name"
+    table = "tablename" if target.kind == "postgres" else "table_name"
+    if not target.query(
+        f"select 1 from {tables} where {schema} = '{{ledger}}' and {table} = 'shards'"
     ):
         return
     clock = "clock_timestamp()" if target.kind == "postgres" else "now()"
     target.query(
         f"update {{ledger}}.shards set lease_expires_at = {clock} - interval '1 second', "
         f"intent_expires_at = {clock} - interval '{SETTLED_SECONDS} seconds' "
-        "where state in ('running', 'planned', 'submitting', 'submitted', 'ended')"
+        f"where state in {_OPEN}"
     )
 
 
-def run_to_the_end(job: Job, runs: int = 4) -> list[str]:
-    """Run a job again, hours later, until nothing is pending; return what was said."""
+def run_to_the_end(job: Job) -> list[str]:
+    """Run a job again, each time minutes later, until nothing is pending; return what was said."""
     messages: list[str] = []
-    for _ in range(runs):
+    job = replace(job, options={**job.options, "wait": "1m"})
+    for _ in range(3):
         let_time_pass(job.target)
-        counts = run_job(
-            replace(job, options={**job.options, "wait": "1m"}), say=messages.append
-        )
+        counts = run_job(job, say=messages.append)
         if not counts.pending:
             return messages
     raise AssertionError(f"{counts.pending} rows stay pending: {messages}")
 
 
+def shards(target: Target) -> list[tuple[Any, ...]]:
+    """Return every shard as the ledger has it."""
+    return target.query("select * from {ledger}.shards order by shard_id")
+
+
+def shard_states(target: Target) -> list[str]:
+    """Return the states of all shards, sorted."""
+    return [state for (state,) in target.query("select state from {ledger}.shards order by 1")]
+
+
+def attempts(target: Target) -> list[tuple[Any, ...]]:
+    """Return every try as the ledger has it."""
+    return target.query("select * from {ledger}.attempts order by attempt_id")
+
+
 def assert_paid_once(job: Job, emulator: Emulator, where: str = "") -> None:
-    """Check a finished table, its ledger and the bill: no row lost, none paid twice."""
-    target, rows = job.target, len(job.bodies)
+    """Check a finished table, its ledger and the bill: no row is lost, none is paid twice."""
     bill = emulator.bill
     assert bill.paid_twice == {}, where
-    assert len(bill.charges) == rows, where
+    assert len(bill.charges) == len(job.bodies), where
+    assert_nothing_lost(job, where)
+
+
+def assert_nothing_lost(job: Job, where: str = "") -> None:
+    """Check a finished table and its ledger."""
+    target, rows = job.target, len(job.bodies)
     assert target.query(
         f"select llm_status, count(*), count(category) from {{schema}}.{job.name} group by 1"
     ) == [("ok", rows, rows)], where
     assert target.one("select count(*) from {ledger}.claims") == 0, where
-    assert (
-        target.one(
-            "select count(*) from {ledger}.shards where state in "
-            "('running', 'planned', 'submitting', 'submitted', 'ended')"
-        )
-        == 0
-    ), where
-    assert target.query(
-        "select count(*), count(distinct request_key) from {ledger}.attempts where outcome = 'ok'"
-    ) == [(rows, rows)], where
-    assert target.query("select count(*), count(distinct request_key) from {ledger}.results") == [
-        (rows, rows)
-    ], where
-
-
-def creations(emulator: Emulator, provider: str) -> int:
-    """Return how many calls to create a batch have come in."""
-    return sum(call.operation == f"{provider}.batches.create" for call in emulator.calls)
+    is_open = f"select count(*) from {{ledger}}.shards where state in {_OPEN}"
+    assert target.one(is_open) == 0, where
+    good = "select count(*), count(distinct request_key) from {ledger}.attempts"
+    assert target.query(f"{good} where outcome = 'ok'") == [(rows, rows)], where
+    assert target.one("select count(*) from {ledger}.results") == rows, where
