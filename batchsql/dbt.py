@@ -413,6 +413,8 @@ def _response(counts: Counts) -> EnrichmentResponse:
         for name, value in (("pending", counts.pending), ("failed", counts.failed))
         if value
     ]
+    if counts.cost_usd:
+        parts.append(f"{counts.cost_usd:.4f} USD")
     shared = {field.name for field in fields(counts)} & {f.name for f in fields(EnrichmentResponse)}
     return EnrichmentResponse(
         _message=f"LLM {', '.join(parts)}",

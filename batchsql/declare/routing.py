@@ -16,7 +16,7 @@ from batchsql.errors import show_value
 
 @dataclass(frozen=True, slots=True)
 class OnComplete:
-    """What is told that the last batch has come: a command of the user's, or a web address.
+    """What is told that every request has come to an end: a command, or a web address.
 
     Exactly one of them is set. The address may hold a secret in its path, so no repr shows it.
     """
