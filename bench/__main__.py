@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("engine", "first_sight", "nothing_new")
+BENCHMARKS = ("engine", "first_sight", "nothing_new", "batch", "online")
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 ANSWER = '{"category":"billing","urgency":3,"summary":"a ticket about a bill that came twice"}'
 _CUSTOM_ID = re.compile(rb'"custom_id": ?"([^"]+)"')
-_BODY = {
+BODY = {
     "id": "chatcmpl-1",
     "object": "chat.completion",
     "created": 1,
@@ -32,7 +32,7 @@ _BODY = {
 }
 _TAIL = (
     b'","response":{"status_code":200,"request_id":"r","body":'
-    + json.dumps(_BODY, separators=(",", ":")).encode()
+    + json.dumps(BODY, separators=(",", ":")).encode()
     + b'},"error":null}\n'
 )
 _HEAD = b'{"id":"batch_req_1","custom_id":"'

@@ -11,7 +11,7 @@ import importlib.util
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +48,11 @@ _OWN_HOST = re.compile(
 _S3_URI = re.compile(r"s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9](?:/[-!_*'().a-z0-9A-Z]+)*/?")
 _MAX_S3_URI_CHARS = 900
 _ROLE_ARN = re.compile(r"arn:aws(?:-[^:]+)?:iam::(?P<account>[0-9]{12}):role/.+")
+_CREDENTIALS = re.compile(
+    r"((?i:x-amz-security-token)\W{1,4}|Invalid header value )(?:b?'[^']*'|[^\s'\"]+)"
+    # https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
+    r"|()\b(?:AKIA|ASIA)[A-Z0-9]{8,}"
+)
 _CONNECT_SECONDS = 10.0
 _opening = threading.Lock()  # clients may be used by several threads, a session may not
 
@@ -199,8 +204,22 @@ def _check_batch_options(engine: Mapping[str, Any]) -> list[Mistake]:
 def read_error(error: Exception) -> ErrorReply | Failure:
     """Return what an error of boto3 says: the reply of a server, or why there is none.
 
-    An error that is not boto3's is raised again.
+    Its message holds no credentials. An error that is not boto3's is raised again.
     """
+    found = _read_error(error)
+    return replace(found, message=without_credentials(found.message))
+
+
+def without_credentials(text: str) -> str:
+    """Return a message of AWS's or boto3's without the credentials that it may repeat.
+
+    AWS answers a wrong signature with the request as it should have been signed, session token and
+    key id included; Python's HTTP client shows a header that it refuses.
+    """
+    return _CREDENTIALS.sub(lambda found: f"{found[1] or ''}[hidden]", text)
+
+
+def _read_error(error: Exception) -> ErrorReply | Failure:
     from boto3.exceptions import Boto3Error
     from botocore import exceptions
     from botocore.parsers import ResponseParserError

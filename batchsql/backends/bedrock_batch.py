@@ -149,7 +149,8 @@ class BedrockBatch:
             message = "it is open whether there is a job: no reply in the time that was left for it"
             raise MaybeCreatedError(message) from None
         except Exception as error:
-            raise self._creation_error(error) from error
+            # Unchained: boto3's own holds what AWS wrote, which may be credentials.
+            raise self._creation_error(error) from None
         if not reply.get("jobArn"):
             raise MaybeCreatedError("it is open whether there is a job: the reply names none")
         return CreatedBatch(reply["jobArn"])
@@ -302,7 +303,7 @@ class BedrockBatch:
         try:
             yield
         except Exception as error:
-            raise self._error(error, provider_batch_id) from error
+            raise self._error(error, provider_batch_id) from None  # unchained, as in ``create``
 
     def _error(self, error: Exception, provider_batch_id: str | None) -> BackendError:
         found = read_error(error)

@@ -27,8 +27,10 @@ NO_KEY = "none"
 
 # No key has the form of such a name, so that a key put here by mistake is never repeated.
 _ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
-_LOOKS_LIKE_KEY = re.compile(r"\bsk-[\w*.…-]{4,}")
+# Also one of which a server shows its ends: abcd****wxyz.
+_LOOKS_LIKE_KEY = re.compile(r"\bsk-[\w*.…-]{4,}|[\w-]*\*{3,}[\w-]*")
 _HIDDEN = "[key]"
+_START_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Endpoint:
         """Return the key from the environment, or None where none is to be sent.
 
         Raises:
-            SystemicError: the variable is not set.
+            SystemicError: the variable is not set, or holds what no header can carry.
         """
         if self.api_key_env is None:
             return None
@@ -52,6 +54,12 @@ class Endpoint:
             raise SystemicError(
                 f"the environment variable {self.api_key_env} is not set, so there is no key for "
                 f"{self.base_url}; set it, or name another in engine.api_key_env"
+            )
+        # The HTTP clients would refuse it too, and repeat it in their errors.
+        if not all("!" <= character <= "~" for character in key):
+            raise SystemicError(
+                f"the environment variable {self.api_key_env} holds a space, a line end or another "
+                "character that no key has; set it to the key alone"
             )
         return key
 
@@ -108,9 +116,14 @@ def check_endpoint(engine: Mapping[str, Any], own_base_url: str | None) -> list[
 
 
 def scrub(text: str, api_key: str | None) -> str:
-    """Return the text without the key, and without what looks like part of one."""
+    """Return the text without the key, without its beginning, and what looks like part of one.
+
+    Its beginning is what is left of a key in a text that was cut.
+    """
     if api_key:
         text = text.replace(api_key, _HIDDEN)
+        if len(api_key) > _START_CHARS:
+            text = re.sub(re.escape(api_key[:_START_CHARS]) + r"[\w.~+/=-]*", _HIDDEN, text)
     return _LOOKS_LIKE_KEY.sub(_HIDDEN, text)
 
 

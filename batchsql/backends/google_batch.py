@@ -13,6 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -250,7 +251,8 @@ class GoogleBatch:
     # --- following ------------------------------------------------------------------------------
 
     def poll(self, provider_batch_id: str) -> BatchStatus:
-        return read_status(self._get(provider_batch_id))
+        status = read_status(self._get(provider_batch_id))
+        return replace(status, error=status.error and self._say(status.error))
 
     def cancel(self, provider_batch_id: str) -> None:
         reply = self._run(self._send("post", f"{provider_batch_id}:cancel"))
@@ -332,7 +334,15 @@ class GoogleBatch:
             raise BatchGoneError(f"Google has deleted the results of batch {batch.name}")
         else:
             return iter(())
-        return map(parse_line, iter_lines(file))
+        return map(self._line, iter_lines(file))
+
+    def _line(self, text: bytes) -> BatchLine:
+        line = parse_line(text)
+        if line.completion.error is None:
+            return line
+        return replace(
+            line, completion=replace(line.completion, error=self._say(line.completion.error))
+        )
 
     def _download(self, name: str, file: Path) -> None:
         from google.genai import types

@@ -336,7 +336,12 @@ class _Session:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def window(self) -> int:
-        """Return how many requests should be taken by now: what fits through, and a few more."""
+        """Return how many requests should be taken by now: what fits through, and a few more.
+
+        One alone until the server has said something: a wrong key or model would fail them all.
+        """
+        if not self.has_heard:
+            return 1
         places = min(int(self.gate.places), self.cap)
         return places + _LOOK_AHEAD + places // 8
 

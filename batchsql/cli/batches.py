@@ -15,13 +15,13 @@ import click
 from batchsql.cli.ledger import NO_LEDGER, found_ledgers, model_name
 from batchsql.cli.options import (
     EXIT_OPEN_WORK,
+    Duration,
     ReadableFailure,
     exit_code_option,
     json_option,
     opens_project,
 )
 from batchsql.cli.screen import ago, number, print_json, print_table, say, working
-from batchsql.declare.durations import parse_seconds
 from batchsql.progress import format_seconds
 
 if TYPE_CHECKING:
@@ -35,20 +35,8 @@ LONGEST_PAUSE_SECONDS = 60.0
 LOCK_PAUSE_SECONDS = 1.0
 
 
-class _Duration(click.ParamType):  # type: ignore[type-arg]
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> float:
-        seconds = parse_seconds(value)
-        if seconds is None:
-            self.fail(f"got {value!r}; write a duration such as 90s, 30m or 6h", param, context)
-        return seconds
-
-
 _lock_wait = click.option(
-    "--lock-wait", "lock_seconds", type=_Duration(), default=0.0, metavar="DURATION",
+    "--lock-wait", "lock_seconds", type=Duration(), default=0.0, metavar="DURATION",
     help="How long to wait while another process has the DuckDB file open. Default: not at all.",
 )  # fmt: skip
 
@@ -56,7 +44,7 @@ _lock_wait = click.option(
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
-    "--wait", "wait_seconds", type=_Duration(), default=0.0, metavar="DURATION",
+    "--wait", "wait_seconds", type=Duration(), default=0.0, metavar="DURATION",
     help="Go on looking until every batch is over, for at most this long. Default: look once.",
 )  # fmt: skip
 @_lock_wait

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchsql.cli.options import ReadableFailure, json_option, opens_project
+from batchsql.cli.options import Duration, ReadableFailure, json_option, opens_project
 from batchsql.cli.screen import bars, number, print_json, print_table, say, working
-from batchsql.declare.durations import parse_seconds
 
 if TYPE_CHECKING:
     from batchsql.dbt_project import ProjectOptions, Recovery
@@ -23,24 +22,13 @@ _ledger_schema = click.option(
 )  # fmt: skip
 
 
-def _read_seconds(
-    context: click.Context, option: click.Parameter, value: str | None
-) -> float | None:
-    if value is None:
-        return None
-    seconds = parse_seconds(value)
-    if not seconds:
-        raise click.BadParameter(f"got {value!r}; give a time such as 30d or 12h")
-    return seconds
-
-
 # --- export ---------------------------------------------------------------------------------------
 
 
 @click.command("export")
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--since", "since_seconds", metavar="TIME", callback=_read_seconds,
+    "--since", "since_seconds", type=Duration(), metavar="DURATION",
     help="In a first export, leave out rows older than this, such as 90d. Default: none.",
 )  # fmt: skip
 @_ledger_schema
@@ -144,8 +132,8 @@ def import_command(
 @click.option("--select", "-s", metavar="SELECTOR", required=True,
               help="The llm models, in dbt's selection syntax.")  # fmt: skip
 @click.option(
-    "--since", "since_seconds", metavar="TIME", default="30d", show_default=True,
-    callback=_read_seconds, help="How far back to look for batches.",
+    "--since", "since_seconds", type=Duration(), metavar="DURATION", default="30d",
+    show_default=True, help="How far back to look for batches.",
 )  # fmt: skip
 @json_option
 @opens_project

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from batchsql import scaffold
 from batchsql.cli.screen import clean
+from batchsql.declare.durations import parse_seconds
 from batchsql.errors import BatchsqlError
 
 EXIT_OPEN_WORK = 3
@@ -60,6 +61,20 @@ def _read_vars(context: click.Context, option: click.Parameter, value: str | Non
     if not isinstance(content, dict):
         raise click.BadParameter(f"got {value!r}; give a mapping such as '{{key: value}}'")
     return value
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """A time such as ``6h``, in seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        seconds = parse_seconds(value)
+        if seconds is None:
+            self.fail(f"got {value!r}; write a duration such as 90s, 30m or 6h", param, context)
+        return seconds
 
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -291,14 +291,6 @@ class BatchShardLedger(ShardLedger):
         )
         return float(rows[0][0])
 
-    def count_copies(self, shard: BatchShard, count: int) -> None:
-        """Count lines of a batch whose claims were freed for copies, and which it brought still."""
-        with self._held(shard):
-            self.warehouse.execute(
-                self.sql("update {shards} set requests = requests + ? where shard_id = ?::uuid"),
-                [count, shard.shard_id],
-            )
-
     def request_cancel(self, shard: BatchShard) -> BatchShard:
         """Record that a batch is to be cancelled, before the provider is asked to."""
         return self._move(shard, shard.state, {}, stamps={"cancel_requested_at": 0.0})
@@ -362,17 +354,25 @@ class BatchShardLedger(ShardLedger):
     # --- looking after them -------------------------------------------------------------------
 
     def read_open_batches(
-        self, enrichments: Sequence[str] | None = None, run_id: str | None = None
+        self, enrichments: Sequence[str] | None = None, *, or_wanted: bool = False
     ) -> list[BatchShard]:
-        """Return the shards that a provider has, or may have, oldest first."""
+        """Return the shards that a provider has, or may have, oldest first.
+
+        Args:
+            enrichments: only theirs.
+            or_wanted: and those of others that hold requests on the run's list.
+        """
         where, params = "", []
         if enrichments is not None:
             names = ", ".join("?" for _ in enrichments) or "null"
-            where += f" and enrichment in ({names})"
+            where = f" and (enrichment in ({names})"
+            if or_wanted:
+                where += (
+                    " or shard_id in (select c.shard_id from {claims} c "
+                    "join {todo} t on t.request_key = c.request_key)"
+                )
+            where += ")"
             params += list(enrichments)
-        if run_id is not None:
-            where += " and run_id = ?::uuid"
-            params.append(run_id)
         rows = self.warehouse.fetch(
             self.sql(
                 f"select {_COLUMNS} from {{shards}} "
@@ -512,6 +512,10 @@ class BatchShardLedger(ShardLedger):
             if fault is not None:
                 faults.append(str(fault))
         return faults
+
+    def read_batch(self, shard_id: str) -> BatchShard:
+        """Return a batch's shard as it is now."""
+        return self._read_shard(shard_id)
 
     def _read_shard(self, shard_id: str) -> BatchShard:
         rows = self.warehouse.fetch(

@@ -341,12 +341,14 @@ class ShardLedger(LedgerTables):
         run_id: str,
         owner: str,
         done: Collection[str] = (),
+        copies: int = 0,
     ) -> set[str]:
         """Write finished tries, their answers, and free their claims, all in one transaction.
 
         Each shard's row is locked and its owner and epoch checked first; tries of a shard that was
         taken over are left out, since its new owner answers for them. Shards named in ``done`` have
-        no try outstanding after these, and are closed.
+        no try outstanding after these, and are closed. ``copies`` of the tries, all of one shard
+        then, are of requests that it had freed to be asked elsewhere too: it answers for them again.
 
         Returns:
             The ids of the shards that are not ours any more.
@@ -357,12 +359,12 @@ class ShardLedger(LedgerTables):
             lost = {s for s in touched if not self._hold(s, epochs[s], owner)}
             kept = [attempt for attempt in attempts if attempt.shard_id not in lost]
             if kept:
-                self._write_attempts(kept, run_id)
+                self._write_attempts(kept, run_id, copies)
             for shard_id in sorted(set(done) & set(touched) - lost):
                 self._close_shard(shard_id)
         return lost
 
-    def _write_attempts(self, attempts: Sequence[Attempt], run_id: str) -> None:
+    def _write_attempts(self, attempts: Sequence[Attempt], run_id: str, copies: int) -> None:
         warehouse = self.warehouse
         staged = warehouse.stage("attempts", _attempts_table(attempts))
         warehouse.execute(
@@ -399,9 +401,10 @@ class ShardLedger(LedgerTables):
             mine = [a.outcome is Outcome.OK for a in attempts if a.shard_id == shard_id]
             warehouse.execute(
                 self.sql(
-                    "update {shards} set ok = ok + ?, failed = failed + ? where shard_id = ?::uuid"
+                    "update {shards} set ok = ok + ?, failed = failed + ?, "
+                    "requests = requests + ? where shard_id = ?::uuid"
                 ),
-                [mine.count(True), mine.count(False), shard_id],
+                [mine.count(True), mine.count(False), copies, shard_id],
             )
 
     def finish_shards(self, epochs: Mapping[str, int], owner: str) -> None:

@@ -213,6 +213,14 @@ class BaseOnline:
         assert "sk-" not in shown and KEY not in shown
         assert len(server.seen) < 20
 
+    def test_what_every_request_would_meet_is_found_with_the_first(
+        self, server: OnlineServer
+    ) -> None:
+        server.default = self.error(401)
+        with pytest.raises(SystemicError):
+            self.complete(server, *(f"text {number}" for number in range(50)))
+        assert len(server.seen) == 1
+
     def test_answers_under_way_are_kept_when_the_account_is_refused(
         self, server: OnlineServer
     ) -> None:

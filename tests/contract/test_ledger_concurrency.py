@@ -340,7 +340,7 @@ def test_claim_that_waited_for_an_answer_being_written_is_given_up(
         assert shard is not None
         attempt = Attempt(shard.shard_id, key, 1, Outcome.OK, False, "{}", "c")
         with first_warehouse.transaction():
-            first._write_attempts([attempt], order.run_id)
+            first._write_attempts([attempt], order.run_id, 0)
             # The second one sees no answer yet, and waits for the claim that is about to go.
             claiming = threads.submit(second.claim, order, after=0, size=5)
             wait_for(

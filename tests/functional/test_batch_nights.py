@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +12,12 @@ from click.testing import CliRunner, Result
 
 from batchsql import cli
 from batchsql.cli import batches
-from batchsql.cli.ledger import NO_LEDGER
 from batchsql.emulate import Emulator
-from tests.support.project import DbtResult, Project, duckdb_target
+from tests.support.project import DbtResult, Project
 from tests.support.rehearsal import (
-    ANTHROPIC,
     INSTANT,
     KEY,
     KEY_ENV,
-    OPENAI,
     PROVIDERS,
     Provider,
     billed_usd,

@@ -22,6 +22,7 @@ from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.tables import LEDGER_VERSION
 from tests.support import points
 from tests.support.lean import Forks, Job, connect, run_job
+from tests.support.ledger_fixture import fixture_folder, load_ledger
 from tests.support.project import Project, Target, duckdb_target, postgres_target
 from tests.support.tables import rows_sql, tickets
 
@@ -29,6 +30,7 @@ pytest.importorskip("openai")
 
 BODIES = ["printer on fire", "bill too high", 'a "quote"', "@filter", "@flaky late", "naïve 漢"]
 KEY = "sk-rehearsal-0123456789"
+BATCH_MODELS = ["openai/gpt-5-mini", "anthropic/claude-haiku-4-5", "google/gemini-2.5-flash"]
 TABLES = ("specs", "items", "requests", "attempts", "results", "shards", "runs")
 
 
@@ -228,36 +230,45 @@ def _import_killed(target: Target, folder: str, kill_at: str) -> None:
     import_into(target, Path(folder))
 
 
-def test_killed_import_goes_on(forks: Forks, duck: Target, tmp_path: Path) -> None:
+def test_killed_import_goes_on(
+    forks: Forks, duck: Target, emulator: Emulator, tmp_path: Path
+) -> None:
     folder = tmp_path / "export"
     run_job(job_on(duck, tmp_path))
+    run_job(batch_job(duck, tmp_path, emulator, ["in flight", "in flight too"]))
     export_from(duck, folder)
     killed = 0
-    for number in range(1, 40, 2):
+    for number in range(1, 40, 3):
         target = duckdb_target(tmp_path / f"target{number}.duckdb")
         if forks.start(_import_killed, target, str(folder), f"ledger:{number}").wait() == 0:
             break
         killed += 1
         import_into(target, folder)
         assert counts(target) == counts(duck)
-    assert killed >= 7, "a transaction for each table"
+        claims = (
+            "select c.request_key, s.state, s.requests from {ledger}.claims c "
+            "join {ledger}.shards s on s.shard_id = c.shard_id order by 1"
+        )
+        assert target.query(claims) == duck.query(claims)
+    assert killed >= 6, "the points were not reached"
 
 
-def test_older_export_is_imported_column_by_column(
-    duck: Target, other_duck: Target, tmp_path: Path
+@pytest.mark.parametrize("kind", ["duckdb", "postgres"])
+def test_older_ledger_is_exported_as_it_is(
+    kind: str, duck: Target, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "export"
-    run_job(job_on(duck, tmp_path))
-    export_from(duck, folder)
-    document = json.loads((folder / "manifest.json").read_text())
-    document["ledger_version"] = 1
-    del document["tables"]["completions"]
-    (folder / "manifest.json").write_text(json.dumps(document))
-    (file,) = folder.glob("attempts.*")
-    pq.write_table(pq.read_table(file).drop_columns(["route", "reasoning_tokens"]), file)
-    import_into(other_duck, folder)
-    assert counts(other_duck) == counts(duck)
-    assert other_duck.one("select count(route) from {ledger}.attempts") == 0
+    old = duck if kind == "duckdb" else postgres_target(request.getfixturevalue("postgres_uri"))
+    load_ledger(fixture_folder(1), old)
+    export_from(old, tmp_path / "export")
+    assert old.one("select max(ledger_version) from {ledger}.meta") == 1
+    new = duckdb_target(tmp_path / "new.duckdb")
+    import_into(new, tmp_path / "export")
+    assert new.one("select max(ledger_version) from {ledger}.meta") == LEDGER_VERSION
+    assert counts(new) == counts(old)
+    assert counts(new)["results"] > 0
+    assert new.one("select count(route) from {ledger}.attempts") == 0
+    if kind == "postgres":
+        old.drop()
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -462,12 +473,14 @@ def shop(duck: Target, emulator: Emulator, tmp_path: Path) -> Project:
     return project
 
 
-def declare(project: Project, emulator: Emulator, name: str = "labels", **more: Any) -> None:
+def declare(
+    project: Project, emulator: Emulator, name: str = "labels", model: str = BATCH_MODELS[0]
+) -> None:
+    url = getattr(emulator, f"{model.partition('/')[0]}_base_url")
     llm = {
-        "model": "openai/gpt-5-mini", "prompt": "prompts/label.md", "route": "batch",
+        "model": model, "prompt": "prompts/label.md", "route": "batch",
         "returns": {"category": {"enum": ["billing", "bug", "other"]}},
-        "engine": {"base_url": emulator.openai_base_url, "api_key_env": "REHEARSAL_API_KEY"},
-        **more,
+        "engine": {"base_url": url, "api_key_env": "REHEARSAL_API_KEY"},
     }  # fmt: skip
     config = f"materialized='llm', unique_key='id', meta={ {'llm': llm}!r}"
     select = "select * from {{ ref('tickets') }}"
@@ -486,7 +499,9 @@ def recovered(project: Project, *args: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if value}
 
 
-def test_recover_brings_back_answers_once(shop: Project, emulator: Emulator) -> None:
+@pytest.mark.parametrize("model", BATCH_MODELS)
+def test_recover_brings_back_answers_once(shop: Project, emulator: Emulator, model: str) -> None:
+    declare(shop, emulator, model=model)
     assert shop.run("run").ok
     emulator.advance(stage="end")
     lose_ledger(shop)
@@ -494,7 +509,7 @@ def test_recover_brings_back_answers_once(shop: Project, emulator: Emulator) -> 
     assert first == {"models": ["labels"], "batches": 1, "recovered": 1, "answers": 8}
     reasons = shop.target.query("select state, route, route_reason from {ledger}.shards")
     assert [(state, route) for state, route, _ in reasons] == [("collected", "batch")]
-    assert reasons[0][2].startswith("recovered from batch_")
+    assert reasons[0][2] == f"recovered from {emulator.bill.charges[0].batch_id}"
     tries = shop.target.one("select count(*) from {ledger}.attempts")
     assert recovered(shop) == {"models": ["labels"], "batches": 1, "known": 1}
     assert shop.target.one("select count(*) from {ledger}.attempts") == tries == 8
@@ -555,6 +570,22 @@ def test_killed_recover_goes_on(
     found = recovered(shop)
     assert (found["known"], found["answers"]) == (1, 8)
     assert shop.target.one("select count(*) from {ledger}.results") == 8
+
+
+def test_recover_says_when_results_are_deleted(shop: Project, emulator: Emulator) -> None:
+    assert shop.run("run").ok
+    emulator.advance(stage="end")
+    emulator.advance(31 * 24 * 3600)
+    lose_ledger(shop)
+    found = recovered(shop, "--since", "60d")
+    assert found == {"models": ["labels"], "batches": 1, "gone": 1}
+
+
+def test_recover_looks_back_as_far_as_it_is_told(shop: Project, emulator: Emulator) -> None:
+    assert shop.run("run").ok
+    emulator.advance(stage="end")
+    lose_ledger(shop)
+    assert recovered(shop, "--since", "0s") == {"models": ["labels"]}
 
 
 def test_recover_names_models_without_batches(shop: Project) -> None:

@@ -194,7 +194,9 @@ def test_models_with_one_declaration_share_a_replay(duck: Project, wise: type[Wi
         duck.write("clean.md", CLEAN)
         cause = "filtered" if how[0] == "--model" else "truncated"
         found = document(call(duck, *how, "--cause", cause, "--yes", "--json"))
-        assert found["replayed"] == found["answered"] == {"filtered": 1, "truncated": 2}[cause]
+        count = {"filtered": 1, "truncated": 2}[cause]
+        assert (found["by_cause"], found["left"]) == ({cause: count}, 0)
+        assert found["replayed"] == found["answered"] == count
 
 
 def test_dead_letters_of_models_that_are_gone_are_left(duck: Project, wise: type[Wise]) -> None:

@@ -43,7 +43,9 @@ def main() -> int:
         faults = run_seed(seed, trace=args.trace)
         if faults:
             failed.append(seed)
-            print(f"seed {seed} fails; look at it with: {replay_command(seed)}", *faults, sep="\n  ")
+            print(
+                f"seed {seed} fails; look at it with: {replay_command(seed)}", *faults, sep="\n  "
+            )
     print(f"{len(seeds)} seeds, {len(failed)} failed, {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 

@@ -44,12 +44,13 @@ def find_faults(world: World) -> list[str]:
     """Return every promise that was broken, in words."""
     shards = _read_shards(world)
     attempts = _read_attempts(world)
+    copied = _read_copied(world)
     return [
         *_check_counts(world),
         *_check_shards(shards),
-        *_check_batches(world.provider, shards, attempts),
+        *_check_batches(world.provider, shards, attempts, copied),
         *_check_results(world, attempts),
-        *_check_bills(world.provider, shards, attempts),
+        *_check_bills(world.provider, shards, attempts, copied),
     ]
 
 
@@ -64,9 +65,15 @@ def _check_counts(world: World) -> list[str]:
     unbalanced = ledger.read_unbalanced_batches(ENRICHMENT)
     if unbalanced:
         faults.append(f"shards whose requests are not all recorded: {unbalanced}")
-    for columns in ("request_key, shard_id", "request_key, attempt_number"):
+    # Two tries of a request that is asked twice on purpose are numbered without regard to each other.
+    twice = "(select request_key from ledger.attempts where outcome = 'copied')"
+    for columns, where in (
+        ("request_key, shard_id", "outcome <> 'copied'"),
+        ("request_key, attempt_number", f"request_key not in {twice}"),
+    ):
         found = world.fetch(
-            f"select {columns}, count(*) from ledger.attempts group by all having count(*) > 1"
+            f"select {columns}, count(*) from ledger.attempts where {where} "
+            "group by all having count(*) > 1"
         )
         if found:
             faults.append(f"several tries have one {columns}: {found}")
@@ -84,6 +91,7 @@ def _check_batches(
     provider: Provider,
     shards: dict[str, ShardFacts],
     attempts: dict[tuple[str, str], AttemptFacts],
+    copied: dict[tuple[str, str], float],
 ) -> list[str]:
     """Check that each batch has one shard, which recorded what the batch had to give."""
     faults = []
@@ -99,7 +107,7 @@ def _check_batches(
         if shard.provider_batch_id not in (None, batch.batch_id):
             faults.append(f"{batch.batch_id} is of shard {shard}, which took another for its own")
         faults += _check_end(provider, batch, shard)
-        faults += _check_lines(provider, batch, shard, attempts)
+        faults += _check_lines(provider, batch, shard, attempts, copied)
     return faults
 
 
@@ -127,6 +135,7 @@ def _check_lines(
     batch: Batch,
     shard: ShardFacts,
     attempts: dict[tuple[str, str], AttemptFacts],
+    copied: dict[tuple[str, str], float],
 ) -> list[str]:
     """Check that what the batch answered is recorded, and nothing else."""
     if shard.state not in _DONE:
@@ -140,7 +149,11 @@ def _check_lines(
     for line in batch.lines:
         attempt = attempts.get((batch.shard_hex, line.request_key))
         completion = given.get(line.custom_id)
-        if attempt is None:
+        if attempt is None and (batch.shard_hex, line.request_key) in copied:
+            # It was let go; only what came of it all the same is recorded.
+            if completion is not None and (shard.finished_at or 0.0) <= vanished:
+                faults.append(f"{batch.batch_id} has {line}, let go but answered, unrecorded")
+        elif attempt is None:
             faults.append(f"{batch.batch_id} has {line}, of which no try is recorded")
         elif attempt.outcome is Outcome.TRANSIENT and (attempt.error or "").startswith(
             "the results were deleted"
@@ -191,6 +204,7 @@ def _check_bills(
     provider: Provider,
     shards: dict[str, ShardFacts],
     attempts: dict[tuple[str, str], AttemptFacts],
+    copied: dict[tuple[str, str], float],
 ) -> list[str]:
     """Check that nothing was asked for twice without a recorded reason in between."""
     asked: dict[str, list[Batch]] = {}
@@ -203,6 +217,8 @@ def _check_bills(
         for before, after in zip(batches, batches[1:], strict=False):
             attempt = attempts.get((before.shard_hex, key))
             shard = shards[before.shard_hex]
+            if copied.get((before.shard_hex, key), math.inf) <= after.created_at:
+                continue  # twice on purpose, near a deadline
             if attempt is not None:
                 is_right = attempt.outcome is not Outcome.OK
                 known_at = attempt.recorded_at
@@ -235,7 +251,7 @@ def _read_shards(world: World) -> dict[str, ShardFacts]:
 def _read_attempts(world: World) -> dict[tuple[str, str], AttemptFacts]:
     rows: list[tuple[Any, ...]] = world.fetch(
         "select attempt_id::text, shard_id::text, request_key::text, outcome, error, "
-        "epoch(recorded_at) from ledger.attempts"
+        "epoch(recorded_at) from ledger.attempts where outcome <> 'copied'"
     )
     return {
         (_hex(shard_id), _hex(key)): AttemptFacts(
@@ -244,6 +260,15 @@ def _read_attempts(world: World) -> dict[tuple[str, str], AttemptFacts]:
         )
         for attempt_id, shard_id, key, outcome, error, recorded in rows
     }  # fmt: skip
+
+
+def _read_copied(world: World) -> dict[tuple[str, str], float]:
+    """Return when requests were let go by their shards, to be asked twice."""
+    rows = world.fetch(
+        "select shard_id::text, request_key::text, epoch(recorded_at) from ledger.attempts "
+        "where outcome = 'copied'"
+    )
+    return {(_hex(s), _hex(key)): at - EPOCH.timestamp() for s, key, at in rows}
 
 
 def _hex(text: str) -> str:

@@ -351,7 +351,7 @@ class FakeBatches:
         assert shard.created_after is not None
         assert shard.created_before is not None
         latest = shard.created_before + CLOCKS_DIFFER
-        latest += timedelta(seconds=self.limits.settle_seconds)
+        latest += timedelta(seconds=self._provider.limits.settle_seconds)
         undecided = []
         for batch in self._listed(shard.created_after - CLOCKS_DIFFER):
             if batch.batch_id in shard.not_ours:
@@ -375,7 +375,11 @@ class FakeBatches:
     def _listed(self, since: datetime) -> Iterator[Batch]:
         for batch in reversed(self._provider.batches.values()):
             is_listed = batch.account == self.account and batch.listed_at <= self._world.now
-            if is_listed and not self._provider.forgets(batch) and moment(batch.created_at) >= since:
+            if (
+                is_listed
+                and not self._provider.forgets(batch)
+                and moment(batch.created_at) >= since
+            ):
                 yield batch
 
     def poll(self, provider_batch_id: str) -> BatchStatus:

@@ -52,7 +52,7 @@ def forget_epoch_and_owner() -> AbstractContextManager[Any]:
 
 def look_before_it_settled() -> AbstractContextManager[Any]:
     def limits(self: FakeBatches) -> BatchLimits:
-        return replace(self._provider.limits, settle_seconds=-1_000.0)
+        return replace(self._provider.limits, settle_seconds=0.0)
 
     return mock.patch.object(FakeBatches, "limits", property(limits))
 
@@ -63,7 +63,7 @@ def look_while_it_is_created() -> AbstractContextManager[Any]:
     def begin_submission(
         self: BatchShardLedger, shard: BatchShard, account: str, uploaded: str, seconds: float
     ) -> BatchShard:
-        return begin(self, shard, account, uploaded, -1_000.0)
+        return begin(self, shard, account, uploaded, 0.0)
 
     return mock.patch.object(BatchShardLedger, "begin_submission", begin_submission)
 

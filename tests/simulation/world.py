@@ -33,7 +33,7 @@ from batchsql.context import RunContext
 from batchsql.declare.keys import asked_json
 from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.dispatch import Dispatcher, Question
-from batchsql.errors import BatchsqlError
+from batchsql.errors import BackendError, SystemicError
 from batchsql.types import Call
 from batchsql.warehouse.duckdb import DuckDBDialect, DuckDBWarehouse
 from batchsql.warehouse.ledger import Ledger, SpecRow, iter_positions
@@ -45,6 +45,9 @@ ACCOUNTS = ("ours", "another")
 NAMES = ("A", "B", "C")
 INGEST_ROWS = 2
 """Small, so that a process may die or be overtaken in the midst of a shard's results."""
+
+PRICE_USD = 0.001
+"""What each try costs."""
 
 _MAX_STOPS = 12
 _SETTLE_ROUNDS = 60
@@ -73,6 +76,7 @@ class Climate:
     other_account: float
     wait_seconds: tuple[float, ...]
     deadline_seconds: float | None
+    rescue_max_usd: float
     limit: int | None
 
 
@@ -82,7 +86,7 @@ def draw_climate(rng: random.Random) -> Climate:
     def chance(*levels: float) -> float:
         return rng.choice((0.0, 0.0, *levels))
 
-    return Climate(
+    climate = Climate(
         is_shared=rng.random() < 0.7,
         manners=Manners(
             keeps_marks=rng.random() < 0.6,
@@ -113,8 +117,19 @@ def draw_climate(rng: random.Random) -> Climate:
         jump=chance(0.02, 0.06),
         other_account=chance(0.1, 0.3),
         wait_seconds=rng.choice(((0.0,), (0.0, 5 * HOUR), (30 * HOUR,))),
-        deadline_seconds=rng.choice((None, None, 6 * HOUR)),
+        deadline_seconds=rng.choice((None, 2 * HOUR, 6 * HOUR)),
+        rescue_max_usd=rng.choice((0.0, 0.0, PRICE_USD, 10 * PRICE_USD)),
         limit=rng.choice((None, None, None, 2)),
+    )
+    if rng.random() < 0.8:
+        return climate
+    # Asking twice near a deadline takes batches that stay long and are slow to be cancelled.
+    manners = replace(
+        climate.manners, never_ends=0.3, cancel_hangs=rng.choice((0.0, 0.5)), refused=0.0,
+        refused_later=0.0, systemic=0.0,
+    )  # fmt: skip
+    return replace(
+        climate, manners=manners, deadline_seconds=2 * HOUR, rescue_max_usd=2 * PRICE_USD
     )
 
 
@@ -208,7 +223,9 @@ class World:
             self._fill()
             for _ in range(self.climate.actions):
                 self._act()
-                self.advance(self.rng.choice((1.0, 40.0, 150.0, 1_000.0, HOUR, 8 * HOUR, 30 * HOUR)))
+                self.advance(
+                    self.rng.choice((1.0, 40.0, 150.0, 1_000.0, HOUR, 8 * HOUR, 30 * HOUR))
+                )
             self._is_calm = True
             self._settle()
             self._finish()
@@ -258,7 +275,9 @@ class World:
         try:
             action(actor)
             self.log("is done")
-        except BatchsqlError as error:
+        except BackendError as error:
+            if action == self._run and not isinstance(error, SystemicError):
+                raise AssertionError(f"a run ends with {error!r}") from error
             self.log(f"ends with {type(error).__name__}: {error}")
         except Crash:
             if not self.climate.is_shared and len(self._working) > 1:
@@ -272,8 +291,19 @@ class World:
         climate, rng = self.climate, self.rng
         keys = list(self.keys)
         rng.shuffle(keys)
-        wait = 0.0 if self._is_calm else rng.choice(climate.wait_seconds)
-        actor.run(keys, wait, climate.deadline_seconds, None if self._is_calm else climate.limit)
+        if self._is_calm:
+            actor.run(declare(), keys)
+            return
+        deadline = climate.deadline_seconds
+        declaration = replace(
+            declare(),
+            wait_seconds=rng.choice(climate.wait_seconds),
+            limit=climate.limit,
+            deadline=None if deadline is None else FixedDeadline(deadline),
+            rescue_before_seconds=HOUR,
+            rescue_max_usd=climate.rescue_max_usd,
+        )  # type: ignore[arg-type]
+        actor.run(declaration, keys)
 
     def _collect(self, actor: Actor) -> None:
         actor.collect()
@@ -305,6 +335,7 @@ class World:
             self._do("A", self._run)
             counts = ledger.count_requests(SPEC)
             if counts.results + counts.dead == counts.total:
+                ledger.free_lost_shards()
                 return
         raise AssertionError(f"requests stay without an answer: {counts}")
 
@@ -442,26 +473,18 @@ class Actor:
 
     def collect(self) -> None:
         """Look after all open batches, as ``batchsql collect`` does."""
+        self.ledger.free_lost_shards()
         looked = self._collector.look_after(self.ledger.read_open_batches())
         for error in looked.errors:
             self._say(f"{type(error).__name__}: {error}")
 
-    def run(
-        self, keys: list[str], wait_seconds: float, deadline: float | None, limit: int | None
-    ) -> None:
+    def run(self, declaration: Declaration, keys: list[str]) -> None:
         """Do what a run of an enrichment does, from the collection of older batches on."""
         ledger = self.ledger
         ledger.begin_run(self._run_id, ENRICHMENT, SPEC, self._world.process())
         self.collect()
-        wanted = pa.RecordBatch.from_pydict(
-            {"request_key": keys, "is_urgent": [False] * len(keys)}
-        )
+        wanted = pa.RecordBatch.from_pydict({"request_key": keys, "is_urgent": [False] * len(keys)})
         ledger.load_todo(iter_positions(iter([wanted])))
-        declaration = replace(
-            declare(), wait_seconds=wait_seconds, limit=limit,
-            deadline=None if deadline is None else FixedDeadline(deadline),
-            rescue_before_seconds=HOUR,
-        )  # type: ignore[arg-type]  # fmt: skip
         dispatcher = Dispatcher(
             declaration, self._context(), _NoStream(), self._collector,
             Question(call(declaration), (), SPEC), run_id=self._run_id, owner=self._owner,
@@ -479,6 +502,10 @@ class Actor:
         )  # type: ignore[arg-type]  # fmt: skip
 
 
+def _open_prices(*of: object) -> Callable[..., float]:
+    return lambda route, usage, reported: PRICE_USD
+
+
 class _NoStream:
     """The online endpoint, which nothing is sent to."""
 
@@ -487,9 +514,7 @@ class _NoStream:
 
 
 def call(declaration: Declaration) -> Call:
-    return Call(
-        declaration.model, {}, declaration.returns.object_schema(), declaration.max_tokens
-    )
+    return Call(declaration.model, {}, declaration.returns.object_schema(), declaration.max_tokens)
 
 
 @lru_cache

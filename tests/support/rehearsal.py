@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchsql.backends import registry
-from batchsql.emulate import Behaviour, BedrockLimits, Emulator, Rule
+from batchsql.emulate import BedrockLimits, Behaviour, Emulator, Rule
 from batchsql.emulate.timeline import Durations
 from batchsql.pricing import open_prices
 from batchsql.rounds import Round, Rounds
@@ -108,9 +108,7 @@ def rehearsal(
             Bucket=BUCKET
         )
         more.setdefault("bedrock", BedrockLimits(batch_minimum=provider.least))
-        with Emulator(
-            rules=rules, durations=durations, s3_endpoint_url=s3_url, **more
-        ) as emulator:
+        with Emulator(rules=rules, durations=durations, s3_endpoint_url=s3_url, **more) as emulator:
             yield emulator
 
 
