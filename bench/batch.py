@@ -60,7 +60,8 @@ def run_ours(url: str, path: Path, batch_requests: int) -> tuple[float, dict[str
         # What DuckDB keeps of the table in its cache is not ours to count.
         connection.execute(f"set memory_limit = '{DUCKDB_MEMORY}'")
         declaration = declare(
-            model=f"openai/{MODEL}", route="batch", wait="forever", max_batch_requests=batch_requests,
+            model=f"openai/{MODEL}", route="batch", wait="forever",
+            max_batch_requests=batch_requests,
             engine={"base_url": url, "api_key_env": "BENCH_KEY"},
         )  # fmt: skip
         started = time.perf_counter()
