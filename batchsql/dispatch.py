@@ -19,7 +19,7 @@ from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
 from batchsql.types import Call, Message, Route
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import TodoCounts
-from batchsql.warehouse.shards import ShardOrder
+from batchsql.warehouse.shards import ShardOrder, ShardState
 
 FIRST_POLL_SECONDS = 1.0
 """How soon after its submission a batch is looked at first; then ever less often."""
@@ -108,9 +108,15 @@ class Dispatcher:
             ledger.mark_overdue(self._declaration.rescue_before_seconds)
             wanted = self._count()
             if wanted.free + wanted.elsewhere:
+                submitted_before = self.counts.submitted
                 self._send(wanted)
                 ledger.trim_todo()
                 wanted = self._count()
+                # What a batch was too small for goes into the next one.
+                has_more = wanted.free and self._limit.left != 0
+                has_moved = self.counts.submitted > submitted_before
+                if has_more and has_moved and time.monotonic() >= self._blocked_until:
+                    continue
             if not wanted.in_batch:
                 if wanted.free and self._limit.left != 0 and self._can_wait(wait_until):
                     again_at = max(self._blocked_until, time.monotonic() + FIRST_POLL_SECONDS)
@@ -242,7 +248,8 @@ class Dispatcher:
                     )
                     if submitted == 1 and self._is_first_refused(batches, done.shard):
                         smaller = self._batch_size(batches)
-                        if BatchFault.TOO_LARGE.value in self._read_faults()[:1] and smaller < size:
+                        newest = [fault for fault, _ in self._read_faults()[:1]]
+                        if newest == [BatchFault.TOO_LARGE.value] and smaller < size:
                             position, submitted, size = 0, 0, smaller
                             continue
                         # More like it would be refused too.
@@ -264,18 +271,15 @@ class Dispatcher:
             return
 
     def _batch_size(self, batches: Batches) -> int:
-        """Return the most requests for the next batch: half for each time one was too much."""
+        """Return the most requests for the next batch: half of those that were too much."""
         limits = batches.backend.limits
-        largest = min(
-            limits.max_requests, self._declaration.max_batch_requests or limits.max_requests
-        )
-        halvings = sum(
-            fault in (BatchFault.TOO_LARGE.value, BatchFault.QUEUE_FULL.value)
-            for fault in self._read_faults()
-        )
-        return max(limits.min_requests, largest >> min(halvings, 12), 1)
+        size = min(limits.max_requests, self._declaration.max_batch_requests or limits.max_requests)
+        for fault, requests in self._read_faults():
+            if fault in (BatchFault.TOO_LARGE.value, BatchFault.QUEUE_FULL.value):
+                size = min(size, requests // 2)
+        return max(limits.min_requests, size)
 
-    def _read_faults(self) -> list[str]:
+    def _read_faults(self) -> list[tuple[str, int]]:
         return self._context.ledger.read_batch_faults(str(self._declaration.model))
 
     def _is_first_refused(self, batches: Batches, shard: BatchShard) -> bool:
@@ -311,6 +315,9 @@ class Dispatcher:
             looked = self._collector.look_after(shards)
             if looked.errors:
                 raise looked.errors[0]
+            if any(each.state is ShardState.FAILED for each in looked.moved):
+                # What refused one batch as a whole is not over by now.
+                self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
             if looked.moved or not looked.open or self._count().free > free:
                 return
             if not self._can_wait(until):

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+_SECRET_NAME = re.compile(
+    r"api_?key|_key$|secret|password|credential|token$|^auth|header", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"\bsk-\w|\bAIza|\b(?:AKIA|ASIA)[A-Z0-9]{8}|\bBearer ")
+
+
 class BatchsqlError(Exception):
     """The root of every error that batchsql raises on purpose.
 
@@ -26,10 +32,10 @@ class Mistake:
 
 
 def show_value(name: str, value: object) -> str:
-    """Write a value for a message: cut where it is long, left out where the name says secret."""
-    if re.search(r"api_?key|secret|password|credential|token$", name, re.IGNORECASE):
-        return "a value that is not shown"
+    """Write a value for a message: cut where it is long, left out where it may be a secret."""
     text = repr(value)
+    if _SECRET_NAME.search(name) or _SECRET_VALUE.search(text):
+        return "a value that is not shown"
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import secrets
 import socket
 import threading
@@ -23,8 +22,10 @@ from urllib.parse import urlsplit
 
 from batchsql.backends.base import Capabilities
 from batchsql.backends.gguf import GgufHead, read_gguf_head
+from batchsql.backends.guided_schema import tightened
 from batchsql.backends.params import Param, check_values
 from batchsql.backends.pump import pump
+from batchsql.backends.special_tokens import SpecialTokens
 from batchsql.errors import MissingExtraError, SpecError, SystemicError
 from batchsql.types import (
     Call,
@@ -65,13 +66,8 @@ _BATCH_TOKENS, _BATCH_TOKENS_ON_GPU = 128, 512
 _SILENT, _ERRORS = -1, 1  # levels of llama.cpp's log
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_BREAK = "\u200b"  # a zero-width space
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_WIRE_NUMBER_LIMIT = 1e15
-_WIRE_NUMBER_STEP = 1e-9
-_WIRE_INTEGER_LIMIT = 10**18  # llguidance cannot take all of 64 bits
 
 
 def open_local(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> LocalBackend:
@@ -131,7 +127,7 @@ class LocalBackend:
         self._model = model
         self._path = path
         self._options = options
-        self._special = _special_pattern(head.special_tokens)
+        self._special = SpecialTokens(head.special_tokens)
         self._checked_grammars: set[str] = set()
 
     @property
@@ -164,18 +160,11 @@ class LocalBackend:
         return pump(requests, ask, self._options.slots, stop, session.close)
 
     def neutralise(self, text: str) -> str:
-        """Return the text with a zero-width space inside every special token of the model.
+        """Return the text with every special token of the model broken apart.
 
-        llama.cpp parses special tokens in message content like those of its template, so a row
-        that holds ``<|im_end|>`` could otherwise end its own turn and speak as another role.
+        llama.cpp parses special tokens in message content like those of its template.
         """
-        if self._special is None:
-            return text
-        while True:
-            broken = self._special.sub(lambda m: m[0][0] + _BREAK + m[0][1:], text)
-            if broken == text:
-                return text
-            text = broken  # breaking one token can leave another, shorter one inside it
+        return self._special.neutralise(text)
 
     def _check_grammar(self, session: _Session, grammar: str) -> None:
         """Raise SystemicError unless the engine holds itself to the grammar.
@@ -214,64 +203,8 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
     It is llguidance's own form.
     """
-    wire = {**_tightened(schema), "x-guidance": _COMPACT}
+    wire = {**tightened(schema), "x-guidance": _COMPACT}
     return f"%llguidance {{}}\nstart: %json {json.dumps(wire)}"
-
-
-def _tightened(schema: Any) -> Any:
-    """Return the schema for the wire, without endless numbers.
-
-    A small model can write the digits of an unbounded number up to its token limit. Integers get
-    bounds of 18 digits, other numbers nine decimals. Answers are validated against the user's
-    schema.
-    """
-    if isinstance(schema, list):
-        return [_tightened(inner) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    wire: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("title", "description"):
-            continue
-        if key in ("items", "anyOf"):
-            wire[key] = _tightened(value)
-        elif key == "properties":
-            wire[key] = {name: _tightened(inner) for name, inner in value.items()}
-        else:
-            wire[key] = value
-    if "enum" in schema or "const" in schema:
-        return wire
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
-    if "integer" in types:
-        for key in _BOUNDS:
-            if key in wire:
-                wire[key] = max(-_WIRE_INTEGER_LIMIT, min(_WIRE_INTEGER_LIMIT, wire[key]))
-        _add_bounds(wire, -_WIRE_INTEGER_LIMIT, _WIRE_INTEGER_LIMIT)
-    elif "number" in types and not _has_delicate_bounds(schema):
-        _add_bounds(wire, -_WIRE_NUMBER_LIMIT, _WIRE_NUMBER_LIMIT)
-        wire["multipleOf"] = _WIRE_NUMBER_STEP
-    return wire
-
-
-def _add_bounds(wire: dict[str, Any], low: float, high: float) -> None:
-    if "exclusiveMinimum" not in wire:
-        wire.setdefault("minimum", low)
-    if "exclusiveMaximum" not in wire:
-        wire.setdefault("maximum", high)
-
-
-def _has_delicate_bounds(schema: Mapping[str, Any]) -> bool:
-    """Whether steps of a billionth could leave no number between the user's own bounds."""
-    bounds = [schema[key] for key in _BOUNDS if key in schema]
-    return any(v != 0 and not 1e-3 <= abs(v) <= _WIRE_NUMBER_LIMIT for v in bounds)
-
-
-def _special_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    breakable = [token for token in tokens if _BREAK not in token]
-    if not breakable:
-        return None
-    return re.compile("|".join(re.escape(t) for t in sorted(breakable, key=len, reverse=True)))
 
 
 def _weights_path(model: ModelRef, project_root: Path) -> Path:

@@ -201,7 +201,8 @@ def parse_declaration(
         online_up_to=config.online_up_to,
         max_batch_requests=config.max_batch_requests,
         retry_last_online=config.retry_last_online,
-        deadline=config.deadline,
+        # Under route: batch nothing goes online, so what is cancelled would only be repeated.
+        deadline=None if config.route is RouteChoice.BATCH else config.deadline,
         rescue_before_seconds=config.rescue_before,
         rescue_max_usd=config.rescue_max_usd,
         wait_seconds=config.wait,

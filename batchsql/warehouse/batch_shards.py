@@ -150,7 +150,7 @@ class BatchShardLedger(ShardLedger):
         return None if rows[0][0] is None else int(rows[0][0])
 
     def stream_requests(self, shard_id: str) -> Iterator[Request]:
-        """Yield the requests that a shard claims, in a fixed order, holding few in memory."""
+        """Yield the requests that a shard claims, in no certain order, holding few in memory."""
         batches = self.warehouse.stream(
             self.sql(
                 "select c.request_key::text, q.messages, s.prefix from {claims} c "
@@ -495,22 +495,25 @@ class BatchShardLedger(ShardLedger):
         )
         return [shard_id for (shard_id,) in rows]
 
-    def read_batch_faults(self, model: str) -> list[str]:
-        """Return why the newest batches of a model were refused, back to the last good one."""
+    def read_batch_faults(self, model: str) -> list[tuple[str, int]]:
+        """Return why the newest batches of a model were refused, and of how many requests each was.
+
+        They come newest first, back to the last good one.
+        """
         rows = self.warehouse.fetch(
             self.sql(
-                "select state, fault from {shards} where model = ? and route = 'batch' and state "
-                "not in ('planned', 'abandoned') and created_at > {clock} - interval '1 day' "
-                "order by created_at desc limit 20"
+                "select state, fault, requests from {shards} where model = ? and route = 'batch' "
+                "and state not in ('planned', 'abandoned') "
+                "and created_at > {clock} - interval '1 day' order by created_at desc limit 20"
             ),
             [model],
         )
         faults = []
-        for state, fault in rows:
+        for state, fault, requests in rows:
             if state != ShardState.FAILED.value:
                 break
             if fault is not None:
-                faults.append(str(fault))
+                faults.append((str(fault), int(requests)))
         return faults
 
     def read_batch(self, shard_id: str) -> BatchShard:

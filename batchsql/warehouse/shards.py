@@ -348,7 +348,7 @@ class ShardLedger(LedgerTables):
         Each shard's row is locked and its owner and epoch checked first; tries of a shard that was
         taken over are left out, since its new owner answers for them. Shards named in ``done`` have
         no try outstanding after these, and are closed. ``copies`` of the tries, all of one shard
-        then, are of requests that it had freed to be asked elsewhere too: it answers for them again.
+        then, are of requests that it had freed to be asked elsewhere too, and counts again.
 
         Returns:
             The ids of the shards that are not ours any more.

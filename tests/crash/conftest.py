@@ -13,6 +13,13 @@ from tests.support.rehearsed import RehearsedProvider, clean_environment, quicke
 
 MakeTarget = Callable[[], Target]
 
+_SDKS = {
+    "openai": "openai",
+    "anthropic": "anthropic",
+    "google": "google.genai",
+    "bedrock": "boto3",
+}
+
 
 @pytest.fixture(params=["duckdb", "postgres"])
 def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTarget]:
@@ -33,6 +40,7 @@ def make_target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
 @pytest.fixture(scope="package")
 def s3_url() -> Iterator[str]:
     """A server with the buckets of Bedrock's batches."""
+    pytest.importorskip("moto")
     with serve_s3() as url:
         yield url
 
@@ -42,6 +50,7 @@ def provider(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RehearsedProvider]:
     """The provider that a test names, with batches that live fast."""
+    pytest.importorskip(_SDKS[request.param])
     environment = clean_environment(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

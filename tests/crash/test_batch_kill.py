@@ -48,8 +48,18 @@ def nth(trace: Sequence[str], name: str, number: int) -> int:
 
 
 def durable(trace: Sequence[str], first: int, last: int) -> list[int]:
-    """Return the points from one to another at which something has just become durable or not."""
-    return [n for n in range(first, last + 1) if trace[n - 1] != "line"]
+    """Return the points from one to another between which something becomes durable.
+
+    Of the two points of a transaction the one before its commit: after it, nothing is done until
+    the next one's.
+    """
+    numbers, transactions = [], 0
+    for number, name in enumerate(trace, 1):
+        transactions += name == "ledger"
+        is_after_commit = name == "ledger" and transactions % 2 == 0
+        if first <= number <= last and name != "line" and not is_after_commit:
+            numbers.append(number)
+    return numbers
 
 
 def submission_points(trace: Sequence[str], provider: str) -> list[int]:
@@ -65,9 +75,10 @@ def collection_points(trace: Sequence[str], provider: str) -> list[int]:
     """Return where to kill a run that collects two batches, in all of the first one's end."""
     if provider in ("openai", "anthropic"):
         return durable(trace, 1, nth(trace, "line", 5) - 1)
-    # The end recorded; before and after each of two flushes is committed; the shard closed.
-    flushed = nth(trace, "line", 4) + 1
-    return [nth(trace, "line", 1) - 1, nth(trace, "line", 3) - 4, flushed, flushed + 1, flushed + 5]
+    # The end is recorded, the first two answers and then the others are written or not.
+    third, fifth = nth(trace, "line", 3), nth(trace, "line", 5)
+    ended, closing = nth(trace, "line", 1) - 1, durable(trace, third, fifth)
+    return [ended, *durable(trace, ended + 1, third), *closing]
 
 
 @on_both

@@ -375,6 +375,11 @@ def test_batches_in_flight_are_collected_by_the_new_ledger(
     bodies = [f"ticket {n}" for n in range(12)]
     submitted = run_job(batch_job(source, tmp_path, emulator, bodies))
     assert submitted.pending == 12
+    # As if another process were looking after it just now; nobody of the new ledger can be.
+    source.query(
+        "update {ledger}.shards set owner = 'other', "
+        "lease_expires_at = lease_expires_at + interval '1 day'"
+    )
     export_from(source, tmp_path / "export")
     done = import_into(target, tmp_path / "export")
     assert (done.open_batches, done.in_batches) == (1, 12)
@@ -400,9 +405,11 @@ def test_answers_that_are_there_are_not_waited_for(
     export_from(duck, tmp_path / "export")
     done = import_into(other_duck, tmp_path / "export")
     assert (done.open_batches, done.in_batches) == (1, 4)
+    submitted = "select requests from {ledger}.shards where state = 'submitted'"
+    assert other_duck.one(submitted) == 4
     emulator.advance(stage="end")
     result = run_job(batch_job(other_duck, tmp_path, emulator, bodies))
-    assert (result.ok, result.pending) == (6, 0), "the counts of the shard add up"
+    assert (result.ok, result.pending) == (6, 0)
 
 
 def test_export_says_that_work_goes_on(duck: Target, tmp_path: Path) -> None:

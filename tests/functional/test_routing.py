@@ -205,7 +205,7 @@ def test_a_run_collects_what_it_wants_from_a_batch_of_another_model(begin: Begin
 def test_a_run_waits_for_what_it_wants_in_a_batch_of_another_model(begin: Begin) -> None:
     nights = begin()
     nights.run()
-    waits = {"wait": "forever"}
+    waits = {"wait": "30s"}
     others = Nights(nights.target, OPENAI, nights.emulator, nights.bodies, waits, "others")
     others.said = Told({"waiting for 1 batches": nights.emulator.finish})
     counts = others.run()
@@ -246,7 +246,7 @@ def test_near_the_deadline_the_unfinished_tail_goes_online(
     age(target, hours=0.2)  # an hour before
     look()  # asks for the cancelling
     assert nights.calls[f"{provider.name}.batches.cancel"] == 1
-    assert nights.heard("is cancelled: its deadline is in 54 min")
+    assert nights.heard("is cancelled: its deadline is in 53 min")
     look()  # it is final, so what it leaves is sent
     assert nights.shards == ["cancelled"]
     assert routes(nights) == {"batch": 3, "online": 3}
@@ -262,6 +262,17 @@ def test_without_a_deadline_no_batch_is_cancelled(begin: Begin) -> None:
     age(nights.target, hours=23)
     nights.collect()
     assert nights.calls["openai.batches.cancel"] == 0
+
+
+def test_a_batch_that_was_asked_for_is_not_cancelled_for_a_deadline(begin: Begin) -> None:
+    nights = begin(route="batch", deadline="30m")
+    assert nights.run().requests_in_batches == 6
+    age(nights.target, hours=2)
+    nights.collect()
+    assert nights.run().pending == 6
+    nights.emulator.finish()
+    assert nights.run().ok == 6
+    assert routes(nights) == {"batch": 6}
 
 
 def hang(nights: Nights) -> None:
@@ -312,7 +323,7 @@ def test_a_tail_that_hangs_is_asked_online_too_and_its_late_answers_are_recorded
 
 
 def test_a_run_that_waits_asks_the_tail_online_while_the_batch_hangs(begin: Begin) -> None:
-    nights = begin(rule("cancel_hangs"), deadline="6h", rescue_max_usd=10, wait="forever")
+    nights = begin(rule("cancel_hangs"), deadline="6h", rescue_max_usd=10, wait="30s")
     nights.said = Told(
         {
             "waiting for 1 batches": lambda: age(nights.target, hours=5.25),
@@ -335,7 +346,7 @@ def test_no_more_is_asked_twice_than_the_money_allows(
     # By the prices declared, a thousand tokens of output cost 0.008 USD online.
     nights = begin(
         rule("cancel_hangs"), deadline="6h", rescue_max_usd=max_usd,
-        params={"max_completion_tokens": 1000},
+        params={"max_tokens": 1000},
     )  # fmt: skip
     hang(nights)
     for _ in range(2):
@@ -447,7 +458,7 @@ def webhook(statuses: list[int]) -> Iterator[tuple[str, list[Mapping[str, Any]]]
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, *args: object) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -504,8 +515,7 @@ def test_rows_that_may_not_leave_are_asked_of_the_engine_declared(
         assert result.ok, result.output
         assert statuses(duck.target) == {"ok": 3}
         assert list(emulator.calls) == []
-    found = duck.target.query("select distinct model, route from {ledger}.shards")
-    assert found == [("here/small", "engine")]
+    assert duck.target.query("select distinct model from {ledger}.shards") == [("here/small",)]
 
 
 def test_a_server_declared_as_internal_may_see_them(begin: Begin) -> None:

@@ -11,12 +11,15 @@ import time
 import traceback
 
 from tests.simulation.checks import find_faults
-from tests.simulation.world import World
+from tests.simulation.world import Troubles, World
 
 
-def run_seed(seed: int, *, trace: bool = False) -> list[str]:
-    """Live through a seed's world; return the promises that were broken."""
-    world = World(seed, print if trace else None)
+def run_seed(seed: int, *, trace: bool = False, troubles: Troubles | None = None) -> list[str]:
+    """Live through a seed's world; return the promises that were broken.
+
+    ``troubles`` change what the seed makes of its world.
+    """
+    world = World(seed, print if trace else None, troubles)
     try:
         world.live()
     except Exception:  # whatever breaks it is a finding, and the other seeds are to go on

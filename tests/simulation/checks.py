@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def _check_counts(world: World) -> list[str]:
     unbalanced = ledger.read_unbalanced_batches(ENRICHMENT)
     if unbalanced:
         faults.append(f"shards whose requests are not all recorded: {unbalanced}")
-    # Two tries of a request that is asked twice on purpose are numbered without regard to each other.
+    # What is asked twice on purpose is numbered twice: neither try knows of the other.
     twice = "(select request_key from ledger.attempts where outcome = 'copied')"
     for columns, where in (
         ("request_key, shard_id", "outcome <> 'copied'"),
@@ -214,7 +215,7 @@ def _check_bills(
                 asked.setdefault(line.request_key, []).append(batch)
     faults = []
     for key, batches in asked.items():
-        for before, after in zip(batches, batches[1:], strict=False):
+        for before, after in itertools.pairwise(batches):
             attempt = attempts.get((before.shard_hex, key))
             shard = shards[before.shard_hex]
             if copied.get((before.shard_hex, key), math.inf) <= after.created_at:

@@ -207,7 +207,7 @@ class Provider:
         elif self.roll(manners.expires):
             fate, lasts = Fate.EXPIRES, 2 * limits.window_seconds
         ends_at = {Fate.EXPIRES: at + limits.window_seconds, Fate.NEVER_ENDS: math.inf}
-        listed_at = at + rng.random() * limits.settle_seconds * 0.95
+        listed_at = at + rng.choice((0.0, 0.5, 0.95)) * limits.settle_seconds
         batch = Batch(
             batch_id=batch_id,
             account=account,
@@ -321,7 +321,7 @@ class FakeBatches:
             world.log("  creation refused: systemic")
             raise SystemicError("the fake provider refuses everything")
         is_lost = provider.roll(provider.manners.lost_reply)
-        takes = rng.random() * left * (1.0 if is_lost else 0.5)
+        takes = rng.choice((0.0, 0.3, 1.0)) * left * (1.0 if is_lost else 0.5)
         batch = None
         if not is_lost or rng.random() < 0.7:
             data = lines.read_bytes().splitlines()

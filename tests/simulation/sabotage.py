@@ -17,8 +17,8 @@ from batchsql.batches import Batches, _Ingest
 from batchsql.types import Call
 from batchsql.warehouse.batch_shards import BatchShard, BatchShardLedger
 from batchsql.warehouse.shards import ShardState
-from tests.simulation.provider import FakeBatches
-from tests.simulation.world import SimulatedWarehouse
+from tests.simulation.provider import HOUR, FakeBatches
+from tests.simulation.world import PRICE_USD, SimulatedWarehouse, Troubles
 
 Sabotage = Callable[[], AbstractContextManager[Any]]
 
@@ -155,23 +155,47 @@ def write_every_line() -> Iterator[None]:
         yield
 
 
-CAUGHT_BY: dict[Sabotage, int] = {
-    resubmit_after_lost_reply: 0,
-    submit_before_the_intent: 0,
-    forget_epoch_and_owner: 0,
-    look_before_it_settled: 0,
-    look_while_it_is_created: 0,
-    create_however_late: 0,
-    free_what_is_being_submitted: 0,
-    take_a_guess_for_sure: 0,
-    believe_one_download: 0,
-    take_a_broken_download_for_whole: 0,
-    believe_not_found_at_once: 0,
-    look_under_any_account: 0,
-    forget_what_has_no_line: 0,
-    wait_for_ever_for_an_end: 0,
-    never_give_up: 0,
-    give_up_early: 0,
-    write_every_line: 0,
+def forget_what_came_of_copies() -> AbstractContextManager[Any]:
+    flush = BatchShardLedger.flush
+
+    def flush_without(self: BatchShardLedger, *args: Any, copies: int = 0) -> Any:
+        return flush(self, *args)
+
+    return mock.patch.object(BatchShardLedger, "flush", flush_without)
+
+
+_LOST = {"lost_reply": 0.6, "refused": 0.0, "systemic": 0.0, "refused_later": 0.0}
+_WAITS = {"wait_seconds": (5 * HOUR,), "other_account": 0.0}
+_STOPS = {"is_shared": True, "stop": 0.06, "crash": 0.02, "actions": 6, "requests": 5}
+
+TROUBLES: dict[Sabotage, Troubles] = {
+    resubmit_after_lost_reply: Troubles(_LOST),
+    submit_before_the_intent: Troubles(_LOST, _STOPS),
+    forget_epoch_and_owner: Troubles(_LOST, _STOPS),
+    look_before_it_settled: Troubles(_LOST, _WAITS),
+    look_while_it_is_created: Troubles(_LOST, _WAITS),
+    create_however_late: Troubles({**_LOST, "lost_reply": 0.0}, {**_STOPS, "stop": 0.15}),
+    free_what_is_being_submitted: Troubles(_LOST, {"requests": 5, "actions": 6}),
+    take_a_guess_for_sure: Troubles({**_LOST, "keeps_marks": False}, _WAITS),
+    believe_one_download: Troubles({**_LOST, "lost_reply": 0.0, "cut_download": 1.0}),
+    take_a_broken_download_for_whole: Troubles(
+        {**_LOST, "lost_reply": 0.0, "broken_download": 1.0}
+    ),
+    believe_not_found_at_once: Troubles({**_LOST, "unknown_at_first": 1.0}, _WAITS),
+    look_under_any_account: Troubles({}, {"other_account": 0.3}),
+    forget_what_has_no_line: Troubles({"expires": 0.5, "missing_line": 0.3}),
+    wait_for_ever_for_an_end: Troubles(
+        {**_LOST, "lost_reply": 0.0, "never_ends": 1.0, "forgets_old_batches": False},
+        {"deadline_seconds": None, "other_account": 0.0},
+    ),
+    never_give_up: Troubles(
+        {**_LOST, "never_ends": 0.5, "cancel_hangs": 1.0, "forgets_old_batches": False}
+    ),
+    give_up_early: Troubles({**_LOST, "keeps_marks": False}, _WAITS),
+    write_every_line: Troubles({**_LOST, "lost_reply": 0.0, "repeated_line": 0.5}),
+    forget_what_came_of_copies: Troubles(
+        {**_LOST, "lost_reply": 0.0, "never_ends": 0.0, "expires": 0.7, "cancel_hangs": 0.0},
+        {**_WAITS, "deadline_seconds": 2 * HOUR, "rescue_max_usd": 10 * PRICE_USD},
+    ),
 }
-"""Each mistake, and the first seed that sees it."""
+"""Each mistake, and what makes it show within few seeds."""

@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -133,24 +133,35 @@ def draw_climate(rng: random.Random) -> Climate:
     )
 
 
+@dataclass(frozen=True)
+class Troubles:
+    """Values of ``Climate`` and ``Manners`` to be had whatever the seed."""
+
+    manners: dict[str, Any] = field(default_factory=dict)
+    climate: dict[str, Any] = field(default_factory=dict)
+
+
 class World:
     """One seed's world; ``live`` runs it to its end.
 
     Args:
         seed: gives the climate and every choice.
         say: is told what happens, if given.
-        climate: instead of the one that the seed gives.
+        troubles: changes of the climate that the seed gives, and of its provider's manners.
     """
 
     def __init__(
         self,
         seed: int,
         say: Callable[[str], None] | None = None,
-        climate: Climate | None = None,
+        troubles: Troubles | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        drawn = draw_climate(self.rng)
-        self.climate = climate or drawn
+        climate = draw_climate(self.rng)
+        if troubles is not None:
+            manners = replace(climate.manners, **troubles.manners)
+            climate = replace(climate, manners=manners, **troubles.climate)
+        self.climate = climate
         self.now = 0.0
         self.provider = Provider(self, self.climate.manners)
         self.keys: list[str] = []
@@ -319,7 +330,7 @@ class World:
         ledger = self.open_ledger()
         for number in range(_SETTLE_ROUNDS):
             self.advance(5 * HOUR)
-            self._do("A", self._collect, ACCOUNTS[number % 2])
+            self._do("A", self._collect, ACCOUNTS[number % 2 if self.climate.other_account else 0])
             if not ledger.read_open_batches():
                 return
         raise AssertionError(f"batches stay open: {ledger.read_open_batches()}")
@@ -433,7 +444,9 @@ class Stop:
 
     def wait(self, seconds: float) -> bool:
         # More than asked for: a run that polls every minute would take its time here too.
-        self._world.advance(max(seconds, self._world.rng.choice((0.0, HOUR, 6 * HOUR))))
+        self._world.advance(
+            max(seconds, self._world.rng.choice((0.0, 100.0, 100.0, HOUR, 6 * HOUR)))
+        )
         self._world.reach("a wait")
         return False
 

@@ -79,9 +79,7 @@ class RehearsedProvider:
             store.Bucket(_BUCKET).create()
             store.Bucket(_BUCKET).objects.all().delete()
         limits = BedrockLimits(batch_minimum=1)
-        with Emulator(
-            s3_endpoint_url=self.s3_url, bedrock=limits, durations=durations
-        ) as emulator:
+        with Emulator(s3_endpoint_url=self.s3_url, bedrock=limits, durations=durations) as emulator:
             yield emulator
 
     def job(self, target: Target, emulator: Emulator, **more: Any) -> Job:
@@ -155,7 +153,7 @@ def run_conducted(job: Job, conduct: Conduct) -> Mapping[str, Any]:
 
     def open_watched(model: ModelRef, engine: Mapping[str, Any]) -> BatchBackend | None:
         backend = registry.open_batch_backend(model, engine, Path())
-        return None if backend is None else points.watch_batches(backend)  # type: ignore[no-any-return]
+        return None if backend is None else points.watch_batches(backend)
 
     counts = run_job(job, say=messages.append, open_batch_backend=open_watched)
     return {"counts": asdict(counts), "trace": points.trace(), "messages": messages}
