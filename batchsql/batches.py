@@ -60,6 +60,9 @@ GONE_AFTER_SECONDS = 600.0
 OVERDUE_SECONDS = 24 * 3600.0
 """How long after its window a batch that does not end is cancelled."""
 
+THINKING_TOKENS = 8192
+"""What backends add for models that think, where the user sets no limit."""
+
 VANISH_WARNING_SECONDS = 3 * 24 * 3600.0
 """How long before results are deleted people are warned, where they are kept for weeks."""
 
@@ -369,7 +372,10 @@ class Batches:
             return shard
         judge, call = self._judge_of(shard)
         tokens = estimate_tokens(int(self._ledger.read_mean_bytes(shard.shard_id)))
-        worst = Usage(input_tokens=tokens, output_tokens=call.max_tokens)
+        most = call.max_tokens
+        if "max_tokens" not in call.params:
+            most += THINKING_TOKENS
+        worst = Usage(input_tokens=tokens, output_tokens=most)
         cost_usd = judge.price_of(Route.ONLINE, worst, None)
         if not cost_usd:
             self._warn(

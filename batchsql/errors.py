@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 _SECRET_NAME = re.compile(
     r"api_?key|_key$|secret|password|credential|token$|^auth|header", re.IGNORECASE
 )

@@ -78,7 +78,8 @@ class Rounds:
         looked = self._collector.look_after(self._ledger.read_open_batches(enrichments))
         errors = list(looked.errors)
         # One shard stands for all of its enrichment and spec: they share the settings.
-        specs = {(s.enrichment, s.spec_version): s for s in (*looked.moved, *looked.open)}
+        overdue = self._ledger.read_overdue_batches(enrichments)
+        specs = {(s.enrichment, s.spec_version): s for s in (*overdue, *looked.open)}
         for shard in specs.values():
             try:
                 self._rescue(shard)

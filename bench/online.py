@@ -1,8 +1,8 @@
 """An online endpoint that takes 50 ms: the whole way against a bare loop over the same SDK.
 
 10,000 rows through a run on DuckDB, 64 requests at once, against a server in a process of its own.
-The loop does what the SDK's users do: it calls ``chat.completions.create`` under a semaphore, parses
-the answer, and keeps nothing.
+The loop does what users of the SDK do: it calls ``chat.completions.create`` under a semaphore,
+parses the answer, and keeps nothing.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class BedrockBatch:
         except asyncio.TimeoutError:
             message = "it is open whether there is a job: no reply in the time that was left for it"
             raise MaybeCreatedError(message) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  raised again where it is not boto3's
             # Unchained: boto3's own holds what AWS wrote, which may be credentials.
             raise self._creation_error(error) from None
         if not reply.get("jobArn"):
@@ -302,7 +302,7 @@ class BedrockBatch:
         """Raise boto3's errors as ours. With an id, what is not found is that job."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  raised again where it is not boto3's
             raise self._error(error, provider_batch_id) from None  # unchained, as in ``create``
 
     def _error(self, error: Exception, provider_batch_id: str | None) -> BackendError:

@@ -18,6 +18,7 @@ from batchsql.backends import (
     local,
     openai,
     openai_batch,
+    vllm,
 )
 from batchsql.backends.base import StreamBackend
 from batchsql.backends.batch import BatchBackend
@@ -82,6 +83,7 @@ _PROVIDERS: dict[str, _Provider] = {
         aws.check_aws,
         bedrock_batch.open_bedrock_batch,
     ),
+    "vllm": _Provider(vllm.open_vllm, vllm.PARAMS, None, vllm.check_vllm, is_engine=True),
 }
 
 

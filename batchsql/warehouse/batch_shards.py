@@ -383,6 +383,25 @@ class BatchShardLedger(ShardLedger):
         )
         return [_batch_shard(row) for row in rows]
 
+    def read_overdue_batches(self, enrichments: Sequence[str] | None = None) -> list[BatchShard]:
+        """Return batches of the last two days that are over and had a deadline, newest first.
+
+        A process that died between their end and their rescue leaves requests to be asked online.
+        """
+        where, params = "", []
+        if enrichments is not None:
+            where = f" and enrichment in ({', '.join('?' for _ in enrichments) or 'null'})"
+            params = list(enrichments)
+        rows = self.warehouse.fetch(
+            self.sql(
+                f"select {_COLUMNS} from {{shards}} where route = 'batch' and deadline_at is not "
+                "null and finished_at > {clock} - interval '2 days' and state in "
+                f"('collected', 'expired', 'cancelled'){where} order by created_at desc"
+            ),
+            params,
+        )
+        return [_batch_shard(row) for row in rows]
+
     def attend(self, shard_id: str, owner: str, lease_seconds: float) -> BatchShard | None:
         """Take the lease of a batch's shard, with a new epoch.
 

@@ -14,7 +14,7 @@ ALL_TICKETS = "select * from {{ ref('tickets') }}"
 # A name for the model, what is wrong in its declaration, and texts that the message holds.
 DECLARATIONS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("unknown_key", {"promt": "x"}, ["promt: unknown key", "did you mean prompt?"]),
-    ("unknown_provider", {"model": "opnai/gpt"}, ["model: the provider 'opnai'", "fake, google, local"]),
+    ("unknown_provider", {"model": "opnai/gpt"}, ["the provider 'opnai'", "fake, google, local"]),
     ("no_provider", {"model": "gpt"}, ["model: got 'gpt'; write provider/name"]),
     ("missing_file", {"prompt": "prompts/gone.md"}, ["there is no file 'prompts/gone.md'"]),
     ("outside_file", {"prompt": "../secret.md"}, ["'../secret.md'", "outside the project"]),

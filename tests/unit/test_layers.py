@@ -33,11 +33,11 @@ SIBLINGS = [
     {"warehouse.duckdb", "warehouse.postgres"},
     {
         "backends.local", "backends.openai", "backends.anthropic", "backends.google",
-        "backends.bedrock",
+        "backends.bedrock", "backends.vllm",
     },
     {
         "backends.local", "backends.openai_batch", "backends.anthropic_batch",
-        "backends.google_batch", "backends.bedrock_batch",
+        "backends.google_batch", "backends.bedrock_batch", "backends.vllm",
     },
     {"backends.local", "backends.openai", "backends.anthropic_batch"},
 ]  # fmt: skip
