@@ -149,7 +149,7 @@ class VllmCore:
         try:
             self._engine.add_request(
                 engine_id,
-                {"prompt_token_ids": list(token_ids)},
+                {"type": "token", "prompt_token_ids": list(token_ids)},
                 sampling,
                 lora_request=self._lora,
             )
