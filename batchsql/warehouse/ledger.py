@@ -360,14 +360,21 @@ class Ledger(BatchShardLedger):
 
     def open_completion(self, enrichment: str, spec_version: str) -> None:
         """Record that somebody is to be told once an enrichment has every answer."""
+        again = ""
         with self.warehouse.transaction():
-            self.warehouse.execute(
-                self.sql("delete from {completions} where enrichment = ?"), [enrichment]
-            )
+            if self.warehouse.has_foreign_writers:  # two that delete and insert would collide
+                again = (
+                    " on conflict (enrichment) do update set spec_version = excluded.spec_version, "
+                    "opened_at = excluded.opened_at, fired_at = null"
+                )
+            else:
+                self.warehouse.execute(
+                    self.sql("delete from {completions} where enrichment = ?"), [enrichment]
+                )
             self.warehouse.execute(
                 self.sql(
                     "insert into {completions} (enrichment, spec_version, opened_at) "
-                    "values (?, ?::uuid, {clock})"
+                    "values (?, ?::uuid, {clock})" + again
                 ),
                 [enrichment, spec_version],
             )
