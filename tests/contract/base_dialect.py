@@ -28,7 +28,8 @@ from batchsql.warehouse.base import (
     literal,
     quote,
 )
-from batchsql.warehouse.ledger import Ledger, SpecRow, parse_messages
+from batchsql.warehouse.ledger import Ledger, SpecRow
+from batchsql.warehouse.shards import parse_messages
 from tests.support.sessions import MODEL, SPEC, Open, Session, request_keys
 from tests.support.type_tables import column_type_rows, type_rows
 
