@@ -105,12 +105,11 @@ class EngineHost:
                     yield None
                     yielded_at = time.monotonic()
         finally:
-            owner.order(partial(owner.cancel, stream))
+            owner.leave(stream)
 
     def close(self) -> None:
         """End the engine and wait for it, at most some seconds. A later stream loads it again."""
-        with self._lock:
-            owner, self._owner = self._owner, None
+        owner = self._owner
         if owner is not None:
             owner.order(owner.end)
             owner.join(_CLOSE_SECONDS)
@@ -124,11 +123,13 @@ class EngineHost:
     def _open(self) -> tuple[Owner, Stream]:
         stream = Stream()
         with self._lock:
-            if self._owner is None or not self._owner.admit(stream):
-                self._owner = Owner(self._start, self._model_reported, self._pause_seconds)
-                self._owner.admit(stream)
-                self._owner.start()
-            return self._owner, stream
+            owner = self._owner
+            if owner is None or not owner.admit(stream):
+                owner = Owner(self._start, self._model_reported, self._pause_seconds, owner)
+                owner.admit(stream)
+                owner.start()
+                self._owner = owner
+            return owner, stream
 
 
 def in_flight_limit(max_num_seqs: int) -> int:

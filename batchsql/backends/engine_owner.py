@@ -156,7 +156,9 @@ class Owner(threading.Thread):
     engine is given up; they are forgotten once it has answered ``ANSWERS_OF_A_SOUND_ENGINE``.
     """
 
-    def __init__(self, start: Start, model_reported: str, pause_seconds: float) -> None:
+    def __init__(
+        self, start: Start, model_reported: str, pause_seconds: float, previous: Owner | None
+    ) -> None:
         super().__init__(name="batchsql-engine", daemon=True)
         self.core: EngineCore | None = None
         self.streams: set[Stream] = set()
@@ -166,6 +168,7 @@ class Owner(threading.Thread):
         self._start_engine = start
         self._model_reported = model_reported
         self._pause_seconds = pause_seconds
+        self._previous = previous
         self._lock = threading.Lock()  # held to enter a stream, and to end
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, _Job] = {}
@@ -186,25 +189,20 @@ class Owner(threading.Thread):
             self.order(partial(self._welcome, stream))
             return True
 
+    def leave(self, stream: Stream) -> None:
+        """Forget a stream and everything it asked, from any thread."""
+        with self._lock:
+            self.streams.discard(stream)
+        self.order(partial(self._drop, stream))
+
     def order(self, what: Callable[[], None]) -> None:
         """Have something done between two steps of the engine, from any thread."""
         self._inbox.put(what)
 
     def submit(self, stream: Stream, prompt: Prompt) -> None:
-        """Queue a request. Only as an order, like ``cancel``."""
+        """Queue a request. Only as an order."""
         if stream in self.streams:
             self._waiting.append(_Job(prompt, stream))
-
-    def cancel(self, stream: Stream) -> None:
-        """Forget a stream and everything it asked."""
-        with self._lock:
-            self.streams.discard(stream)
-        unwanted = [key for key, job in self._running.items() if job.stream is stream]
-        for engine_id in unwanted:
-            del self._running[engine_id]
-        self._unwanted += unwanted
-        self._suspects = deque(job for job in self._suspects if job.stream is not stream)
-        self._waiting = deque(job for job in self._waiting if job.stream is not stream)
 
     def end(self) -> None:
         """Take nothing more and end. Only as an order."""
@@ -236,7 +234,7 @@ class Owner(threading.Thread):
             failure.__cause__ = error
         finally:
             self.end()
-            for stream in self.streams:
+            for stream in list(self.streams):
                 stream.fail(failure)
             self._put_down()
 
@@ -254,6 +252,9 @@ class Owner(threading.Thread):
                 self._inbox.get_nowait()()
 
     def _load(self) -> None:
+        if self._previous is not None:
+            self._previous.join()  # until it has freed its memory
+            self._previous = None
         started = time.monotonic()
         core = self._start_engine(self.deaths)
         self.load_seconds = time.monotonic() - started
@@ -265,6 +266,14 @@ class Owner(threading.Thread):
     def _welcome(self, stream: Stream) -> None:
         if self.core is not None:
             stream.welcome(self.core)
+
+    def _drop(self, stream: Stream) -> None:
+        unwanted = [key for key, job in self._running.items() if job.stream is stream]
+        for engine_id in unwanted:
+            del self._running[engine_id]
+        self._unwanted += unwanted
+        self._suspects = deque(job for job in self._suspects if job.stream is not stream)
+        self._waiting = deque(job for job in self._waiting if job.stream is not stream)
 
     def _turn(self, core: EngineCore) -> None:
         """Feed the engine, take a step, and hand out what ended."""
@@ -307,7 +316,7 @@ class Owner(threading.Thread):
             if job.stream.was_accepted:
                 self._answer(job, _failed(f"the engine refuses this request: {error}"))
             else:  # the first one: what is wrong is what all of them share
-                self.cancel(job.stream)
+                self.leave(job.stream)
                 job.stream.fail(SystemicError(f"the engine refuses every request: {error}"))
         else:
             job.stream.was_accepted = True

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,7 @@ _OURS: Mapping[str, Any] = {
     "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
 }
 _MEMORY_FACTOR = 0.9
+_WATCH_SECONDS = 0.5
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -129,6 +132,7 @@ class VllmCore:
         config = self._engine.vllm_config
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.max_model_len: int = config.model_config.max_model_len
+        _wake_when_killed(self._engine.engine_core)
 
     def make_sampling(self, call: Call) -> Any:
         from vllm import SamplingParams
@@ -177,6 +181,25 @@ class VllmCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _wake_when_killed(engine_core: Any) -> None:
+    """Make a step fail that waits for an engine process that was killed, such as for its memory.
+
+    vLLM 0.32 notices such a death and marks it, but leaves the thread waiting that is in ``step``:
+    it gets an exception only from a process that lived long enough to report its own end.
+    """
+    resources: Any = getattr(engine_core, "resources", None)
+    outputs = getattr(engine_core, "outputs_queue", None)
+    if outputs is None or not hasattr(resources, "engine_dead"):
+        return  # an engine without a process of its own
+
+    def watch() -> None:
+        while not resources.engine_dead:  # also set by close
+            time.sleep(_WATCH_SECONDS)
+        outputs.put_nowait(RuntimeError("the engine's process is gone"))
+
+    threading.Thread(target=watch, name="batchsql-engine-watch", daemon=True).start()
 
 
 def _finished(output: Any) -> Finished:

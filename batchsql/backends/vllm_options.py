@@ -140,11 +140,24 @@ def structured_output(schema: Mapping[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties", {})
     if len(properties) == 1 and schema.get("required") == list(properties):
         ((name, described),) = properties.items()
-        if "enum" in described:
+        if (values := _listed(described)) is not None:
             return {
                 "choice": [
                     json.dumps({name: value}, ensure_ascii=False, separators=(",", ":"))
-                    for value in described["enum"]
+                    for value in values
                 ]
             }
     return {"json": tightened(schema)}
+
+
+def _listed(described: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists, or None where it does not."""
+    if "enum" in described:
+        return list(described["enum"])
+    if described.get("type") == "null":
+        return [None]
+    if "anyOf" in described:
+        parts = [_listed(option) for option in described["anyOf"]]
+        if all(part is not None for part in parts):
+            return [value for part in parts if part for value in part]
+    return None

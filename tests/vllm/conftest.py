@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,29 @@ def write_checkpoint(folder: Path) -> None:
         bos_token_id=None,
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def write_adapter(folder: Path) -> None:
+    """Write a LoRA adapter for that model, strong enough to change what it says."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    rank, hidden = 4, 64
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(2):
+        for name in ("q_proj", "v_proj"):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{stem}.lora_A.weight"] = torch.randn(rank, hidden)
+            weights[f"{stem}.lora_B.weight"] = torch.randn(hidden, rank)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 4 * rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

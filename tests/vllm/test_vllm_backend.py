@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +27,9 @@ from batchsql.declare.returns import parse_returns
 from batchsql.errors import SpecError, SystemicError
 from batchsql.types import Call, Completion, FinishReason, Message, ModelRef, Outcome, Request, Role
 from batchsql.validate.structure import AnswerValidator
-from tests.vllm.conftest import SPECIAL
+from tests.support import lean
+from tests.support.project import duckdb_target
+from tests.vllm.conftest import SPECIAL, write_adapter
 
 # Raised by vLLM, torch and transformers as they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -229,15 +234,34 @@ def test_special_token_in_a_row_is_plain_text(backend: VllmBackend, token: str) 
 
 
 def test_figures_tell_how_the_engine_does(backend: VllmBackend) -> None:
+    text = "Long enough to fill some blocks of the prefix cache. " * 3
+    complete(backend, call_for(LABEL), text)
     before = backend.figures()
-    (completion,) = complete(backend, call_for(LABEL), "One more.")
+    (completion,) = complete(backend, call_for(LABEL), text)
     after = backend.figures()
     assert after["prompt_tokens"] - before["prompt_tokens"] == completion.usage.input_tokens
     assert after["generated_tokens"] - before["generated_tokens"] == completion.usage.output_tokens
+    hits = after["prefix_hit_tokens"] - before["prefix_hit_tokens"]
+    assert hits == completion.usage.cached_tokens > 0
     assert 0 < after["prefix_hit_rate"] < 1
     assert after["load_seconds"] > 1
     assert after["prompt_tokens_per_second"] > 0
     assert {"kv_cache_use", "preemptions"} <= set(after)
+
+
+def test_run_builds_a_table_and_the_next_asks_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    job = lean.Job(
+        duckdb_target(tmp_path / "warehouse.duckdb"),
+        "",
+        [f"ticket {number}" for number in range(40)],
+        model=str(model_at(checkpoint)),
+        engine=ENGINE,
+    )
+    first = lean.run_job(job)
+    assert (first.ok, first.requests_sent, first.requests_failed) == (40, 40, 0)
+    assert first.cached_tokens > 0
+    again = lean.run_job(job)
+    assert (again.ok, again.requests_sent) == (40, 0)
 
 
 def test_killed_engine_is_started_anew_and_loses_nothing(backend: VllmBackend) -> None:
@@ -294,3 +318,40 @@ def test_arguments_read_from_the_source_are_vllms_own() -> None:
 
     own = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert engine_arguments() == own
+
+
+def test_adapter_changes_answers_and_identity(
+    backend: VllmBackend, checkpoint: Path, tmp_path: Path
+) -> None:
+    call = call_for({"story": {"type": "string", "minLength": 20, "maxLength": 20}})
+    (plain,) = complete(backend, call, "Tell a story.")
+    write_adapter(tmp_path / "adapter")
+    # Both engines fit this machine, but the one that has nothing to do is closed.
+    adapted = open_vllm(model_at(checkpoint), {**ENGINE, "lora": "adapter"}, tmp_path)
+    (changed,) = complete(adapted, call, "Tell a story.")
+    assert changed.failure is None
+    assert changed.text != plain.text
+    assert backend.figures() == {}
+    assert adapted.identity().keys() - backend.identity().keys() == {"lora_sha256"}
+
+
+def test_process_with_an_engine_ends_by_itself_and_leaves_stdout_alone(checkpoint: Path) -> None:
+    code = f"""
+        import threading
+        from pathlib import Path
+        from batchsql.backends.vllm import open_vllm
+        from batchsql.types import Call, Message, ModelRef, Request, Role
+
+        model = ModelRef("vllm", {str(checkpoint)!r})
+        schema = {{
+            "type": "object", "properties": {{"a": {{"enum": [1]}}}}, "required": ["a"]
+        }}
+        backend = open_vllm(model, {ENGINE!r}, Path())
+        asked = Request("k", (Message(Role.USER, "Hi."),))
+        stream = backend.complete(iter([asked]), Call(model, {{}}, schema, 16), threading.Event())
+        print([completion.text for completion in stream if completion is not None])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "['{\"a\":1}']\n"), done.stderr[-3000:]
