@@ -370,10 +370,16 @@ class EnrichmentRun:
         names = {fold(c.name) for c in self.context.source.describe(f"select * from {current}")}
         if not {STATUS_COLUMN, REQUEST_COLUMN} <= names:
             return
-        unknown = self.context.source.fetch(
-            f"select count(*) from {current} t where t.{STATUS_COLUMN} = 'ok' and not exists "
-            f"(select 1 from {self.context.ledger.relation('results')} r where "
+        ledgers = [self.context.ledger, *map(self.context.open_ledger, self.declaration.read_from)]
+        for other in ledgers[1:]:
+            other.check_lendable()
+        is_unknown = " and ".join(
+            f"not exists (select 1 from {ledger.relation('results')} r where "
             f"replace(r.request_key::varchar, '-', '') = t.{REQUEST_COLUMN})"
+            for ledger in ledgers
+        )
+        unknown = self.context.source.fetch(
+            f"select count(*) from {current} t where t.{STATUS_COLUMN} = 'ok' and {is_unknown}"
         )[0][0]
         if unknown:
             raise LostLedgerError(
