@@ -40,6 +40,7 @@ from batchsql.backends.batch import (
 )
 from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BackendError, LeaseLostError, SystemicError
+from batchsql.garbage import without_collector
 from batchsql.judging import Judge
 from batchsql.plan.cost import estimate_tokens
 from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
@@ -544,7 +545,7 @@ class _Ingest:
         self._seen = set()
         self.repeated = self.unknown = 0
         started = shown = self._clock()
-        with tempfile.TemporaryDirectory(prefix="batchsql-") as folder:
+        with tempfile.TemporaryDirectory(prefix="batchsql-") as folder, without_collector():
             batch_id = shard.provider_batch_id or ""
             for line in self._batches.backend.fetch(batch_id, Path(folder), call):
                 key = line.completion.request_key

@@ -46,6 +46,7 @@ from batchsql.errors import (
     SpecError,
     SystemicError,
 )
+from batchsql.garbage import without_collector
 from batchsql.progress import PROGRESS_SECONDS, Progress
 from batchsql.types import Call
 from batchsql.validate.structure import safe_text
@@ -333,7 +334,8 @@ class EnrichmentRun:
         rendered = 0
         started = shown = time.monotonic()
         for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
-            items, requests = self._render_batch(batch)
+            with without_collector():
+                items, requests = self._render_batch(batch)
             context.ledger.write_items(self.spec_version, items, requests)
             rendered += batch.num_rows
             now = time.monotonic()

@@ -291,7 +291,7 @@ def parse_answer(reply: Any, schema: Mapping[str, Any]) -> Answer | Failure:
 
 
 def _parse_usage(counts: Any) -> Usage:
-    if not isinstance(counts, Mapping):
+    if not isinstance(counts, dict):
         return Usage()
     read, written = counts.get("prompt_tokens_details"), counts.get("completion_tokens_details")
     return Usage(
