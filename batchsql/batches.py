@@ -179,24 +179,29 @@ class Batches:
         encode, max_bytes = self.backend.encoder(call), self.backend.limits.max_bytes
         size = 0
         left_out: list[str] = []
-        too_long: list[Attempt] = []
+        too_long: list[Completion] = []
         with lines.open("wb") as file:
             for request in self._ledger.stream_requests(shard.shard_id):
                 line = encode(custom_id(request.request_key, shard.shard_id), request) + b"\n"
                 if len(line) > max_bytes:
                     said = f"it takes {len(line):,} bytes, a whole batch at most {max_bytes:,}"
-                    refused = Completion(
-                        request.request_key, None, None, failure=Outcome.TOO_LONG, error=said
+                    too_long.append(
+                        Completion(
+                            request.request_key, None, None, failure=Outcome.TOO_LONG, error=said
+                        )
                     )
-                    claim = Claim(request, 0, 0, 0)
-                    too_long.append(judge.attempt(refused, shard.shard_id, claim))
                 elif size + len(line) > max_bytes:
                     left_out.append(request.request_key)
                 else:
                     file.write(line)
                     size += len(line)
         if too_long:
-            self._flush(shard, too_long)
+            # Its number must follow the tries before it, or it would not be the last word.
+            members = self._ledger.read_members(shard.shard_id)
+            attempts = [
+                judge.attempt(each, shard.shard_id, members[each.request_key]) for each in too_long
+            ]
+            self._flush(shard, attempts)
         if too_long or left_out:
             shard = self._ledger.release(shard, left_out)
         if not shard.requests:

@@ -152,7 +152,7 @@ class Collector:
         if key not in self._judges:
             spec = self._ledger.read_spec(shard.spec_version)
             model = parse_model(shard.model)
-            returns = self.returns_of(shard)
+            returns = parse_asked(orjson.loads(spec.returns))
             settings = shard.settings
             backend = self.batches_of(model, settings.get("engine", {})).backend
             judge = Judge(

@@ -121,12 +121,13 @@ class Rounds:
         ledger.assign_lanes(
             lane=Route.BATCH, urgent=Route.ONLINE, last_try=Route.BATCH, max_item_failures=0
         )
+        pace = Pace(name)
         shipper = Shipper(
-            Pace(name), ledger, backend,
+            pace, ledger, backend,
             order=ShardOrder(
                 run_id=self._run_id, owner=self._owner, enrichment=shard.enrichment,
                 spec_version=shard.spec_version, backend=model.provider, model=shard.model,
-                lease_seconds=Pace(name).lease_seconds, route=Route.ONLINE,
+                lease_seconds=pace.lease_seconds, route=Route.ONLINE,
                 route_reason="the deadline of its batch has come",
             ),
             call=call,

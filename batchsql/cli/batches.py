@@ -125,7 +125,7 @@ def cancel(
     if made is None:
         say(NO_LEDGER)
         return
-    say(f"asked to cancel {number(len(made.round.moved), 'batch')}".replace("batchs", "batches"))
+    say(f"asked to cancel {number(len(made.round.moved), 'batch', 'batches')}")
     if made.round.errors:
         raise ReadableFailure("\n".join(str(error) for error in made.round.errors))
 

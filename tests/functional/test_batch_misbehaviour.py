@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,9 @@ from batchsql import dispatch, judging
 from batchsql.backends import anthropic_batch, online, openai_batch
 from batchsql.emulate import AnthropicLimits, OpenAILimits, Rule
 from batchsql.errors import SystemicError
+from batchsql.warehouse.ledger import Ledger
+from batchsql.warehouse.report import LedgerReport
+from tests.support import lean
 from tests.support.project import duckdb_target
 from tests.support.rehearsal import (
     ANTHROPIC,
@@ -668,3 +672,20 @@ def test_a_batch_whose_cancelling_hangs_is_waited_for(begin: Begin, provider: Pr
     assert nights.rows == {"ok": 6}
     assert nights.times_billed == {1: 6}
     assert_settled(nights)
+
+
+def test_a_row_longer_than_a_whole_batch_is_given_up_also_after_a_replay(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights = begin(OPENAI, rows=3)
+    small = replace(openai_batch._LIMITS, max_bytes=4_000)
+    monkeypatch.setattr(openai_batch, "_LIMITS", small)
+    nights.bodies = [*bodies(2), "long " * 1_000]
+    nights.night()
+    assert nights.rows == {"ok": 2, "failed": 1}
+    with lean.connect(nights.job) as (_, warehouse, _, _):
+        report = LedgerReport(Ledger(warehouse, nights.target.ledger))
+        assert report.replay(str(uuid.uuid4()), None, None) == 1
+    nights.night()
+    assert nights.rows == {"ok": 2, "failed": 1}
+    assert nights.outcomes == {"ok": 2, "too_long": 2, "replayed": 1}
