@@ -198,8 +198,11 @@ class Batches:
         if too_long:
             # Its number must follow the tries before it, or it would not be the last word.
             members = self._ledger.read_members(shard.shard_id)
+            # The claims of a shard whose lease ended meanwhile are gone; the flush then refuses.
             attempts = [
-                judge.attempt(each, shard.shard_id, members[each.request_key]) for each in too_long
+                judge.attempt(each, shard.shard_id, members[each.request_key])
+                for each in too_long
+                if each.request_key in members
             ]
             self._flush(shard, attempts)
         if too_long or left_out:
