@@ -7,26 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from batchsql.asking import OpenPrices, parse_model, read_asked
 from batchsql.backends.batch import BatchBackend
 from batchsql.batches import Batches, Say
 from batchsql.counting import ShipCounts
-from batchsql.declare.keys import parse_asked
-from batchsql.declare.returns import Returns
 from batchsql.declare.spec import Declaration
 from batchsql.errors import BatchsqlError, SystemicError
-from batchsql.judging import Judge, PriceOf
+from batchsql.judging import Judge
 from batchsql.types import Call, ModelRef, Route
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import Ledger
-from batchsql.warehouse.shards import parse_messages
 
 OpenBatchBackend = Callable[[ModelRef, Mapping[str, Any]], "BatchBackend | None"]
 """Opens what speaks to a provider's batches, from the model and the engine options."""
-
-OpenPrices = Callable[[ModelRef, "Mapping[str, float] | None", "str | None"], PriceOf]
-"""Opens what a try costs, from the model, the declared prices and the service tier."""
 
 
 def shard_settings(declaration: Declaration) -> str:
@@ -37,6 +30,10 @@ def shard_settings(declaration: Declaration) -> str:
     return json.dumps(
         {
             "engine": dict(declaration.engine),
+            "egress": declaration.egress,
+            "flush_rows": declaration.flush_rows,
+            "flush_seconds": declaration.flush_seconds,
+            "lease_seconds": declaration.lease_seconds,
             "max_attempts": declaration.max_attempts,
             "max_tokens": declaration.max_tokens,
             "prices": declaration.prices,
@@ -142,38 +139,12 @@ class Collector:
                 left.append(after or shard)
         return Looked(tuple(moved), tuple(left), tuple(errors))
 
-    def returns_of(self, shard: BatchShard) -> Returns:
-        """Return the outputs that a shard's requests ask for."""
-        return parse_asked(orjson.loads(self._ledger.read_spec(shard.spec_version).returns))
-
     def judge_of(self, shard: BatchShard) -> tuple[Judge, Call]:
         """Return what judges the answers of a shard, by the spec it was submitted under."""
         key = (shard.spec_version, json.dumps(shard.settings, sort_keys=True))
         if key not in self._judges:
-            spec = self._ledger.read_spec(shard.spec_version)
-            model = parse_model(shard.model)
-            returns = parse_asked(orjson.loads(spec.returns))
-            settings = shard.settings
-            backend = self.batches_of(model, settings.get("engine", {})).backend
-            judge = Judge(
-                returns,
-                int(settings.get("max_attempts", 3)),
-                Route.BATCH,
-                backend.version,
-                self._open_prices(model, settings.get("prices"), None),
-            )
-            call = Call(
-                model=model,
-                params=orjson.loads(spec.params),
-                schema=returns.object_schema(),
-                max_tokens=int(settings.get("max_tokens") or returns.default_max_tokens()),
-                prefix_messages=len(parse_messages(spec.prefix)),
-            )
-            self._judges[key] = judge, call
+            asked = read_asked(self._ledger, shard.spec_version, shard.model, shard.settings)
+            backend = self.batches_of(asked.model, asked.engine).backend
+            judge = asked.judge(Route.BATCH, backend.version, self._open_prices)
+            self._judges[key] = judge, asked.call
         return self._judges[key]
-
-
-def parse_model(text: str) -> ModelRef:
-    """Return a model from its text ``provider/name``, as the ledger keeps it."""
-    provider, _, name = text.partition("/")
-    return ModelRef(provider, name)

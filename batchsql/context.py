@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Event
 
+from batchsql.asking import OpenPrices
 from batchsql.backends.base import StreamBackend
-from batchsql.collecting import OpenBatchBackend, OpenPrices
+from batchsql.collecting import OpenBatchBackend
 from batchsql.declare.spec import Declaration
 from batchsql.warehouse.base import Dialect, Source, Warehouse
 from batchsql.warehouse.ledger import Ledger

@@ -549,6 +549,23 @@ def plan_models(
     return [*plans, *failed]
 
 
+def select_models(options: ProjectOptions, select: str) -> list[str]:
+    """Return the unique ids of the selected llm models.
+
+    Raises:
+        DbtBaseException: the project cannot be parsed, or a declaration is wrong.
+    """
+    criteria = [f"{each},config.materialized:{MATERIALIZATION}" for each in select.split()]
+    result = dbtRunner().invoke(
+        ["ls", *_SILENT, "--no-write-json", *options.arguments(), "--output", "json",
+         "--output-keys", "unique_id", "--select", *criteria]
+    )  # fmt: skip
+    if result.exception is not None:
+        raise result.exception
+    lines: Sequence[str] = result.result or ()
+    return [str(orjson.loads(line)["unique_id"]) for line in lines]
+
+
 def _compile(options: ProjectOptions, select: str | None) -> tuple[list[Any], list[ModelPlan]]:
     only_llm = f"config.materialized:{MATERIALIZATION}"
     criteria = [f"{each},{only_llm}" for each in select.split()] if select else [only_llm]

@@ -16,10 +16,10 @@ from batchsql.declare.spec import Declaration
 from batchsql.judging import Judge
 from batchsql.plan.route import RouteFacts, RoutePlan, plan_route
 from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
-from batchsql.types import Call, Message, Route
+from batchsql.types import Call, Message, Route, Runner
 from batchsql.warehouse.batch_shards import BatchShard
-from batchsql.warehouse.ledger import TodoCounts
 from batchsql.warehouse.shards import ShardOrder, ShardState
+from batchsql.warehouse.todo import TodoCounts
 
 FIRST_POLL_SECONDS = 1.0
 """How soon after its submission a batch is looked at first; then ever less often."""
@@ -101,8 +101,11 @@ class Dispatcher:
         """
         ledger = self._context.ledger
         self._borrow()
-        self._look_after_others()
         wait_until = time.monotonic() + self._declaration.wait_seconds
+        if self._declaration.runner is Runner.DETACHED:
+            self._enqueue(wait_until)
+            return
+        self._look_after_others()
         while True:
             ledger.trim_todo()
             ledger.mark_overdue(self._declaration.rescue_before_seconds)
@@ -130,6 +133,28 @@ class Dispatcher:
                 )
                 return
             self._await_batches(wait_until)
+
+    def _enqueue(self, wait_until: float) -> None:
+        """Leave what is wanted to workers, and wait for them as long as declared."""
+        ledger, declaration = self._context.ledger, self._declaration
+        ledger.trim_todo()
+        is_engine = self._backend.capabilities.is_engine
+        order = replace(
+            self._order,
+            route=Route.ENGINE if is_engine else Route.ONLINE,
+            route_reason="runner is detached",
+        )
+        queued = ledger.enqueue(order, declaration.limit)
+        if not queued:
+            return
+        self._context.info(
+            f"{queued:,} requests wait for a worker: batchsql work --model {declaration.model}"
+        )
+        if not self._context.warehouse.has_foreign_writers:
+            return  # no worker gets at the warehouse while this run has it
+        while self._can_wait(wait_until) and ledger.count_queued(order.enrichment):
+            self._say_once("waiting for workers")
+            self._pause(min(wait_until, time.monotonic() + FIRST_POLL_SECONDS))
 
     def _look_after_others(self) -> None:
         """Look after what is wanted here and in a batch that another enrichment submitted."""

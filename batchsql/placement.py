@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from batchsql.backends import registry
 from batchsql.declare.spec import Declaration
 from batchsql.errors import Mistake, SpecError, SystemicError
-from batchsql.types import RouteChoice
+from batchsql.types import ModelRef, RouteChoice, Runner
 
 
 def place(declaration: Declaration) -> Declaration:
@@ -44,6 +46,18 @@ def place(declaration: Declaration) -> Declaration:
         mistakes.append(
             Mistake("route", f"got 'batch', but {model.provider} offers none; write online or auto")
         )
+    # A batch is detached already, and which of both is meant should not hang on the job's size.
+    may_be_batch = route is RouteChoice.BATCH or (
+        route is RouteChoice.AUTO and registry.has_batches(model)
+    )
+    if declaration.runner is Runner.DETACHED and may_be_batch:
+        mistakes.append(
+            Mistake(
+                "runner",
+                "got 'detached', but no worker is needed for batches; write route: online, or "
+                "leave runner out",
+            )
+        )
     if mistakes:
         raise SpecError(declaration.subject, mistakes)
     return declaration
@@ -55,12 +69,16 @@ def check_egress(declaration: Declaration) -> None:
     Raises:
         SystemicError: the model is asked outside.
     """
-    if declaration.egress or registry.stays_inside(declaration.model, declaration.engine):
-        return
-    raise SystemicError(
-        f"{declaration.subject}: egress is false, but {declaration.model} is asked outside; "
-        "nothing was sent"
-    )
+    if not may_ask(declaration.model, declaration.engine, egress=declaration.egress):
+        raise SystemicError(
+            f"{declaration.subject}: egress is false, but {declaration.model} is asked outside; "
+            "nothing was sent"
+        )
+
+
+def may_ask(model: ModelRef, engine: Mapping[str, Any], *, egress: bool) -> bool:
+    """Return whether rows may go to a model, which ``egress`` says of the rows."""
+    return egress or registry.stays_inside(model, engine)
 
 
 def _needs_engine(declaration: Declaration) -> bool:

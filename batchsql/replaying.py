@@ -18,9 +18,10 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from batchsql.asking import OpenPrices
 from batchsql.backends import registry
 from batchsql.backends.base import Capabilities, StreamBackend
-from batchsql.collecting import OpenPrices, shard_settings
+from batchsql.collecting import shard_settings
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import parse_asked
 from batchsql.declare.prompt import Prompt, RenderError
@@ -40,9 +41,10 @@ from batchsql.warehouse.base import (
     column_values,
     quote,
 )
-from batchsql.warehouse.ledger import Ledger, iter_positions
+from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.report import DeadLetter, LedgerReport
 from batchsql.warehouse.shards import ShardOrder, process_id
+from batchsql.warehouse.todo import iter_positions
 
 Say = Callable[[str], None]
 

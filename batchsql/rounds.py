@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
+from batchsql.asking import OpenPrices, parse_model, read_asked
 from batchsql.backends.base import StreamBackend
 from batchsql.batches import Say
-from batchsql.collecting import Collector, OpenBatchBackend, OpenPrices, parse_model
+from batchsql.collecting import Collector, OpenBatchBackend
 from batchsql.counting import ShipCounts
 from batchsql.errors import BatchsqlError
-from batchsql.judging import Judge
 from batchsql.shipping import Pace, SendLimit, Shipper
 from batchsql.types import ModelRef, Route
 from batchsql.warehouse.batch_shards import BatchShard
@@ -112,10 +112,8 @@ class Rounds:
         overdue = ledger.mark_overdue(before_seconds)
         if not overdue:
             return
-        model = parse_model(shard.model)
-        engine = shard.settings.get("engine", {})
-        _, call = self._collector.judge_of(shard)
-        backend = self._open_backend(model, engine)
+        asked = read_asked(ledger, shard.spec_version, shard.model, shard.settings)
+        backend = self._open_backend(asked.model, asked.engine)
         name = shard.enrichment.rpartition(".")[2]
         self._say(f"{name}: {overdue:,} requests of batches whose deadline has come go online")
         ledger.assign_lanes(
@@ -126,18 +124,12 @@ class Rounds:
             pace, ledger, backend,
             order=ShardOrder(
                 run_id=self._run_id, owner=self._owner, enrichment=shard.enrichment,
-                spec_version=shard.spec_version, backend=model.provider, model=shard.model,
+                spec_version=shard.spec_version, backend=asked.model.provider, model=shard.model,
                 lease_seconds=pace.lease_seconds, route=Route.ONLINE,
                 route_reason="the deadline of its batch has come",
             ),
-            call=call,
-            judge=Judge(
-                self._collector.returns_of(shard), int(shard.settings.get("max_attempts", 3)),
-                Route.ONLINE, backend.version,
-                self._open_prices(
-                    model, shard.settings.get("prices"), call.params.get("service_tier")
-                ),
-            ),
+            call=asked.call,
+            judge=asked.judge(Route.ONLINE, backend.version, self._open_prices),
             limit=SendLimit(None), lane=Route.ONLINE, stop=self._stop,
             say=self._say, warn=self._warn,
         )  # fmt: skip

@@ -58,8 +58,9 @@ from batchsql.warehouse.base import (
     item_key_sql,
     quote,
 )
-from batchsql.warehouse.ledger import SpecRow, iter_positions
+from batchsql.warehouse.ledger import SpecRow
 from batchsql.warehouse.shards import process_id
+from batchsql.warehouse.todo import iter_positions
 
 ITEM_KEY = "__batchsql_item_key"
 REQUEST_KEY = "__batchsql_request_key"

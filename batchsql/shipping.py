@@ -7,15 +7,17 @@ Claims, shards, leases, flushes, retries. Provider batches have a life of their 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import Event
 
-from batchsql.backends.base import StreamBackend
+from batchsql.backends.base import StreamBackend, figures_of
 from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BatchsqlError, ReconciliationError
+from batchsql.figures import FigureLog
 from batchsql.judging import Judge
 from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
+from batchsql.sizing import shard_size
 from batchsql.types import Call, Completion, Outcome, Request, Route
 from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.shards import Attempt, Claim, Shard, ShardOrder
@@ -48,9 +50,25 @@ class Pace:
 
 @dataclass
 class SendLimit:
-    """How many requests a run may still send for the first time; None is no limit."""
+    """How much may still be taken on: None is no limit.
+
+    ``left`` is how many requests may be sent for the first time, ``shards`` how many shards may be
+    claimed. Once ``drain`` is set nothing more is taken on; what is under way comes to its end.
+    """
 
     left: int | None
+    shards: int | None = None
+    drain: Event | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether nothing more may be taken on."""
+        return self.left == 0 or self.shards == 0 or self.is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether only what is under way may come to its end."""
+        return self.drain is not None and self.drain.is_set()
 
     def fit(self, size: int) -> int:
         """Return how many of ``size`` may be sent."""
@@ -61,6 +79,11 @@ class SendLimit:
         if self.left is not None:
             self.left = max(0, self.left - count)
 
+    def take_shard(self) -> None:
+        """Count a shard that is claimed."""
+        if self.shards is not None:
+            self.shards -= 1
+
 
 @dataclass
 class _Pass:
@@ -69,6 +92,8 @@ class _Pass:
     claims: dict[str, tuple[str, Claim]] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
     finished: list[Attempt] = field(default_factory=list)
+    began: dict[str, float] = field(default_factory=dict)
+    first_at: float | None = None
     flushed_at: float = field(default_factory=time.monotonic)
     renewed_at: float = field(default_factory=time.monotonic)
     handled: int = 0
@@ -77,7 +102,9 @@ class _Pass:
 class Shipper:
     """Sends the requests in one lane of a run's list, until nothing more can be done.
 
-    ``counts`` is right at any time, also after an error.
+    ``counts`` is right at any time, also after an error. With ``waits`` it stays until what others
+    are sending has come to an end too, since it may have to be sent again. Once ``is_over`` is true
+    no more shards are claimed.
     """
 
     def __init__(
@@ -94,6 +121,8 @@ class Shipper:
         stop: Event,
         say: Say,
         warn: Say,
+        waits: bool = True,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.counts = ShipCounts()
         self._pace = pace
@@ -107,6 +136,9 @@ class Shipper:
         self._judge = judge
         self._limit = limit
         self._lane = lane
+        self._waits = waits
+        self._is_over = is_over
+        self._figures = FigureLog(lambda: figures_of(backend))
         self._failed_transiently = 0
 
     def ship(self) -> None:
@@ -128,8 +160,9 @@ class Shipper:
             if not wanted.free + wanted.elsewhere:
                 return
             self._raise_if_stopped()
-            if self._limit.left == 0:
-                self._say(f"the limit is reached; {wanted.free:,} requests stay pending")
+            if self._limit.is_reached:
+                if self._limit.left == 0:
+                    self._say(f"the limit is reached; {wanted.free:,} requests stay pending")
                 return
             written_before = self.counts.tries
             if wanted.free:  # or an engine would be loaded only to wait
@@ -140,6 +173,8 @@ class Shipper:
                 idle = 0
                 passes += 1
                 continue
+            if not self._waits:
+                return
             if wanted.elsewhere and not waiting_said:
                 self._say(
                     f"waiting for {wanted.elsewhere:,} requests that another run is answering"
@@ -183,6 +218,7 @@ class Shipper:
                     self._handle(completion, state)
                 now = time.monotonic()
                 self._keep(state, now)
+                self._figures.look(now)
                 if now - shown >= PROGRESS_SECONDS:
                     self._say(str(Progress(state.handled, total, now - started)))
                     shown = now
@@ -190,7 +226,9 @@ class Shipper:
             try:
                 self._flush(state)
             finally:
-                self._ledger.finish_shards(state.epochs, self._order.owner)
+                self._ledger.finish_shards(
+                    state.epochs, self._order.owner, self._sum_up(state.epochs, state)
+                )
         if state.handled:
             self._say(str(Progress(state.handled, total, time.monotonic() - started)))
         self._raise_if_stopped()
@@ -198,11 +236,11 @@ class Shipper:
     def _feed(self, state: _Pass) -> Iterator[Request]:
         """Claim shard after shard, each when the one before has been taken whole."""
         position = 0
-        while not self._stop.is_set() and self._limit.left != 0:
+        while not (self._stop.is_set() or self._limit.is_reached or self._is_over()):
             shard, last = self._ledger.claim(
                 self._order,
                 after=position,
-                size=self._limit.fit(self._backend.capabilities.shard_requests),
+                size=self._limit.fit(self._shard_size(state)),
                 lane=self._lane,
             )
             if last == position:
@@ -210,15 +248,31 @@ class Shipper:
             position = last
             if shard is not None:
                 self._limit.take(sum(claim.attempt_number == 0 for claim in shard.claims))
+                self._limit.take_shard()
                 state.epochs[shard.shard_id] = shard.epoch
+                state.began[shard.shard_id] = time.monotonic()
                 yield from self._feed_shard(shard, state)
 
-    @staticmethod
-    def _feed_shard(shard: Shard, state: _Pass) -> Iterator[Request]:
+    def _shard_size(self, state: _Pass) -> int:
+        abilities = self._backend.capabilities
+        if not abilities.is_engine:  # what an endpoint answers is written at once, in any shard
+            return abilities.shard_requests
+        now = time.monotonic()
+        self._figures.look(now, is_due=True)
+        return shard_size(
+            abilities.shard_requests,
+            abilities.slots,
+            state.handled,
+            now - (state.first_at or now),
+            lambda: self._ledger.count_share(self._order.spec_version, self._order.owner),
+        )
+
+    def _feed_shard(self, shard: Shard, state: _Pass) -> Iterator[Request]:
         for claim in shard.claims:
             state.claims[claim.request.request_key] = (shard.shard_id, claim)
         for claim in shard.claims:
-            if shard.shard_id not in state.epochs:  # taken over by another run meanwhile
+            # Taken over by another run meanwhile, or what is not under way yet is given back.
+            if shard.shard_id not in state.epochs or self._limit.is_draining:
                 return
             yield claim.request
 
@@ -228,6 +282,7 @@ class Shipper:
             return
         shard_id, claim = taken
         state.handled += 1
+        state.first_at = state.first_at or time.monotonic()
         state.finished.append(self._judge.attempt(completion, shard_id, claim))
 
     def _keep(self, state: _Pass, now: float) -> None:
@@ -252,8 +307,9 @@ class Shipper:
         state.finished = []
         try:
             lost = self._ledger.flush(
-                attempts, state.epochs, self._order.run_id, self._order.owner, done
-            )
+                attempts, state.epochs, self._order.run_id, self._order.owner,
+                self._sum_up(done, state),
+            )  # fmt: skip
         except Exception:
             state.finished = attempts  # tried once more before the run ends
             raise
@@ -265,6 +321,11 @@ class Shipper:
             attempt.outcome is Outcome.TRANSIENT and not attempt.is_final for attempt in written
         )
         self.counts += count_attempts(written)
+
+    def _sum_up(self, shards: Iterable[str], state: _Pass) -> dict[str, str | None]:
+        """Return how the engine did while it worked on each of these shards."""
+        now = time.monotonic()
+        return {shard_id: self._figures.sum_up(state.began[shard_id], now) for shard_id in shards}
 
     def _drop(self, lost: set[str], state: _Pass) -> None:
         """Forget shards that another run took over; their answers are that run's to give."""

@@ -154,6 +154,13 @@ class RouteChoice(str, Enum):
     ENGINE = "engine"
 
 
+class Runner(str, Enum):
+    """The value of ``runner`` in a declaration: who asks what a run finds to be new."""
+
+    INLINE = "inline"  # the run itself
+    DETACHED = "detached"  # workers, while the run builds with what is known
+
+
 class OnPending(str, Enum):
     """The value of ``on_pending`` in a declaration: what a run does while rows are pending."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from batchsql.types import Call, Completion, Request
 
@@ -55,3 +55,17 @@ class StreamBackend(Protocol):
             SystemicError: every further request would fail too.
         """
         ...
+
+
+@runtime_checkable
+class HasFigures(Protocol):
+    """A backend whose engine counts what it does."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Return totals since the engine was loaded and gauges of now; nothing until then."""
+        ...
+
+
+def figures_of(backend: StreamBackend) -> Mapping[str, float]:
+    """Return a backend's figures; nothing where it keeps none."""
+    return backend.figures() if isinstance(backend, HasFigures) else {}

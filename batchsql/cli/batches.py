@@ -35,7 +35,7 @@ LONGEST_PAUSE_SECONDS = 60.0
 LOCK_PAUSE_SECONDS = 1.0
 
 
-_lock_wait = click.option(
+lock_wait = click.option(
     "--lock-wait", "lock_seconds", type=Duration(), default=0.0, metavar="DURATION",
     help="How long to wait while another process has the DuckDB file open. Default: not at all.",
 )  # fmt: skip
@@ -47,7 +47,7 @@ _lock_wait = click.option(
     "--wait", "wait_seconds", type=Duration(), default=0.0, metavar="DURATION",
     help="Go on looking until every batch is over, for at most this long. Default: look once.",
 )  # fmt: skip
-@_lock_wait
+@lock_wait
 @json_option
 @exit_code_option("a batch is still open")
 @opens_project
@@ -77,14 +77,14 @@ def collect(
         pause = FIRST_PAUSE_SECONDS
         total: list[Round] = []
         while True:
-            made = _with_lock(lock_seconds, lambda: _make_round(options, names, stop))
+            made = with_lock(lock_seconds, lambda: _make_round(options, names, stop))
             if made is None:
                 say(NO_LEDGER) if not as_json else print_json({"moved": [], "open": []})
                 return
             total.append(made.round)
             if not as_json:
                 _print_round(made.round)
-            _tell(options, made, lock_seconds)
+            tell(options, made.completed, lock_seconds)
             is_over = not made.round.open or made.round.errors or time.monotonic() >= until
             if is_over or stop.is_set():
                 break
@@ -102,7 +102,7 @@ def collect(
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_lock_wait
+@lock_wait
 @opens_project
 def cancel(
     *, options: ProjectOptions, names: tuple[str, ...], yes: bool, lock_seconds: float
@@ -121,7 +121,7 @@ def cancel(
         which = ", ".join(names) or "all models"
         click.confirm(f"Cancel the open batches of {which}?", abort=True)
     with stopping() as stop:
-        made = _with_lock(lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True))
+        made = with_lock(lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True))
     if made is None:
         say(NO_LEDGER)
         return
@@ -194,20 +194,27 @@ def _joined(rounds: Sequence[Round]) -> Round:
     )
 
 
-def _tell(options: ProjectOptions, made: _Made, lock_seconds: float) -> None:
+def tell(
+    options: ProjectOptions, completed: Sequence[tuple[Any, Completed]], lock_seconds: float
+) -> None:
     """Tell of what is complete, while no connection is open: the command may be a dbt run."""
+    if told := tell_each(completed):
+        with_lock(max(lock_seconds, 60.0), lambda: _close_completions(options, told))
+
+
+def tell_each(completed: Sequence[tuple[Any, Completed]]) -> list[str]:
+    """Tell of what is complete; return the enrichments of which it was told."""
     from batchsql.completion import NotToldError, tell_completed
 
     told = []
-    for on_complete, completed in made.completed:
+    for on_complete, each in completed:
         try:
-            tell_completed(on_complete, completed)
+            tell_completed(on_complete, each)
         except NotToldError as error:
             click.echo(str(error), err=True)
         else:
-            told.append(completed.enrichment)
-    if told:
-        _with_lock(max(lock_seconds, 60.0), lambda: _close_completions(options, told))
+            told.append(each.enrichment)
+    return told
 
 
 def _close_completions(options: ProjectOptions, told: Sequence[str]) -> None:
@@ -217,7 +224,7 @@ def _close_completions(options: ProjectOptions, told: Sequence[str]) -> None:
                 each.ledger.close_completion(enrichment)
 
 
-def _with_lock(seconds: float, act: Callable[[], Any]) -> Any:
+def with_lock(seconds: float, act: Callable[[], Any]) -> Any:
     """Do something, waiting as long as asked while another process has the DuckDB file."""
     from batchsql.dbt_project import explain_error, is_file_lock
 

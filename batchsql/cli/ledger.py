@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from batchsql.dbt_project import OpenProject, ProjectOptions
     from batchsql.declare.routing import OnComplete
     from batchsql.warehouse.ledger import Ledger
+    from batchsql.warehouse.queue import Queue
     from batchsql.warehouse.report import DeadLetterCause, EnrichmentRow, LedgerReport, OpenShardRow
 
 NO_LEDGER = "no ledger yet; dbt run makes one"
 SHOWN_CHARACTERS = 200
+QUEUES_SINCE = 3  # the version of the ledger
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def status(
 ) -> None:  # fmt: skip
     """Show where each llm model stands.
 
-    That is its last run, its rows, its requests, and the shards that are open.
+    That is its last run, its rows, its requests, what waits for workers, and the shards that are
+    open.
 
     Rows are those that the last finished run (or plan) counted. Requests are those of the
     declaration that was used last. NAME is the name of a dbt model.
@@ -128,14 +131,24 @@ def status(
             for shard in each.report.read_open_shards()
             if is_named(shard.enrichment, names)
         ]
+        queues = [
+            queue
+            for each in found
+            for queue in _read_queues(each.ledger)
+            if is_named(queue.enrichment, names)
+        ]
     if as_json:
         print_json(
-            {"enrichments": documents, "shards": [dataclasses.asdict(each) for each in shards]}
+            {
+                "enrichments": documents,
+                "shards": [dataclasses.asdict(each) for each in shards],
+                "queues": [_queue_document(each) for each in queues],
+            }
         )
     elif not found:
         say(NO_LEDGER)
     else:
-        _print_status(documents, shards)
+        _print_status(documents, shards, queues)
     is_open = bool(shards) or any(
         document["rows"][key] or document["requests"][other]
         for document in documents
@@ -171,7 +184,25 @@ def _status_document(found: Found, row: EnrichmentRow) -> dict[str, Any]:
     }
 
 
-def _print_status(documents: Sequence[dict[str, Any]], shards: Sequence[OpenShardRow]) -> None:
+def _read_queues(ledger: Ledger) -> list[Queue]:
+    """Return the queues; none in a ledger from before there were any, which is not migrated."""
+    return ledger.read_queues() if ledger.check_version() >= QUEUES_SINCE else []
+
+
+def _queue_document(queue: Queue) -> dict[str, Any]:
+    return {
+        "enrichment": queue.enrichment,
+        "model": queue.model,
+        "free": queue.free,
+        "claimed": queue.claimed,
+        "workers": queue.workers,
+        "age_seconds": queue.age_seconds,
+    }
+
+
+def _print_status(
+    documents: Sequence[dict[str, Any]], shards: Sequence[OpenShardRow], queues: Sequence[Queue]
+) -> None:
     print_table(
         ["model", "last run", "state", ">rows ok", ">pending", ">failed", ">answered", ">dead",
          ">in progress", ">waiting"],
@@ -186,6 +217,16 @@ def _print_status(documents: Sequence[dict[str, Any]], shards: Sequence[OpenShar
     for each in documents:
         if each["last_run"]["error"]:
             say(f"{each['name']}: the last run said: {each['last_run']['error']}")
+    if queues:
+        say("")
+        print_table(
+            ["queue", "answered by", "queued", ">free", ">claimed", ">workers"],
+            [
+                (model_name(each.enrichment), each.model, ago(each.age_seconds), each.free,
+                 each.claimed, each.workers)
+                for each in queues
+            ],
+        )  # fmt: skip
     streams = [each for each in shards if not each.is_batch]
     if streams:
         say("")

@@ -19,7 +19,7 @@ from batchsql.declare.routing import (
     read_wait,
 )
 from batchsql.errors import Mistake, show_value
-from batchsql.types import OnPending, RouteChoice
+from batchsql.types import OnPending, RouteChoice, Runner
 
 
 class LlmConfig(BaseModel):
@@ -43,6 +43,7 @@ class LlmConfig(BaseModel):
     lease_seconds: Annotated[float, Field(ge=1)] = 60.0
     # Strict mode takes no text for an enum.
     route: Annotated[RouteChoice, Field(strict=False)] = RouteChoice.AUTO
+    runner: Annotated[Runner, Field(strict=False)] = Runner.INLINE
     egress: bool = True
     alternatives: dict[Literal["engine"], str] = {}
     urgent_when: Annotated[str | None, BeforeValidator(read_condition)] = None
@@ -74,6 +75,7 @@ _EXPLAINED = {
     "flush_seconds": "a number above 0",
     "lease_seconds": "a number, 1 or more",
     "route": "one of auto, batch, online, engine",
+    "runner": "one of inline, detached",
     "egress": "true or false",
     "alternatives": "a mapping such as {engine: 'vllm/qwen3-8b'}; its only key is engine",
     "online_up_to": "a whole number, 0 or more",

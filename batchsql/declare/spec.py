@@ -24,7 +24,7 @@ from batchsql.declare.prompt import (
 from batchsql.declare.returns import Returns, parse_returns
 from batchsql.declare.routing import OnComplete
 from batchsql.errors import Mistake, SpecError
-from batchsql.types import ModelRef, OnPending, RouteChoice
+from batchsql.types import ModelRef, OnPending, RouteChoice, Runner
 
 CheckModel = Callable[[ModelRef, Mapping[str, Any], Mapping[str, Any]], list[Mistake]]
 """Looks at the provider, the parameters and the engine options; returns the mistakes."""
@@ -54,6 +54,7 @@ class Declaration:
     flush_seconds: float
     lease_seconds: float
     route: RouteChoice
+    runner: Runner
     egress: bool
     alternatives: Mapping[str, ModelRef]
     urgent_when: str | None
@@ -195,6 +196,7 @@ def parse_declaration(
         flush_seconds=config.flush_seconds,
         lease_seconds=config.lease_seconds,
         route=config.route,
+        runner=config.runner,
         egress=config.egress,
         alternatives={kind: ref for kind, ref in alternatives.items() if ref},
         urgent_when=config.urgent_when,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -83,6 +83,7 @@ class ShardOrder:
     route_reason: str | None = None
     settings: str | None = None
     deadline_seconds: float | None = None
+    worker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +234,16 @@ class ShardLedger(LedgerTables):
             self.sql(
                 "insert into {shards} (shard_id, run_id, enrichment, spec_version, backend, model, "
                 "state, owner, epoch, lease_expires_at, requests, ok, failed, created_at, route, "
-                "route_reason, settings, deadline_at) values (?::uuid, ?::uuid, ?, ?::uuid, ?, ?, "
+                "route_reason, settings, worker, deadline_at) "
+                "values (?::uuid, ?::uuid, ?, ?::uuid, ?, ?, "
                 f"?, ?, 1, {{clock}} + interval '{float(order.lease_seconds)} seconds', {count}, "
-                f"0, 0, {{clock}}, ?, ?, ?, {deadline})"
+                f"0, 0, {{clock}}, ?, ?, ?, ?, {deadline})"
             ),
             [
                 shard_id, order.run_id, order.enrichment, order.spec_version, order.backend,
                 order.model, state.value, order.owner,
                 order.route.value if order.route else None, order.route_reason, order.settings,
+                order.worker,
             ],
         )  # fmt: skip
         return count
@@ -340,15 +343,16 @@ class ShardLedger(LedgerTables):
         epochs: Mapping[str, int],
         run_id: str,
         owner: str,
-        done: Collection[str] = (),
+        done: Mapping[str, str | None] | None = None,
         copies: int = 0,
     ) -> set[str]:
         """Write finished tries, their answers, and free their claims, all in one transaction.
 
         Each shard's row is locked and its owner and epoch checked first; tries of a shard that was
         taken over are left out, since its new owner answers for them. Shards named in ``done`` have
-        no try outstanding after these, and are closed. ``copies`` of the tries, all of one shard
-        then, are of requests that it had freed to be asked elsewhere too, and counts again.
+        no try outstanding after these, and are closed, each with its engine's figures. ``copies``
+        of the tries, all of one shard then, are of requests that it had freed to be asked elsewhere
+        too, and counts again.
 
         Returns:
             The ids of the shards that are not ours any more.
@@ -360,8 +364,9 @@ class ShardLedger(LedgerTables):
             kept = [attempt for attempt in attempts if attempt.shard_id not in lost]
             if kept:
                 self._write_attempts(kept, run_id, copies)
-            for shard_id in sorted(set(done) & set(touched) - lost):
-                self._close_shard(shard_id)
+            closed = done or {}
+            for shard_id in sorted(set(closed) & set(touched) - lost):
+                self._close_shard(shard_id, figures=closed[shard_id])
         return lost
 
     def _write_attempts(self, attempts: Sequence[Attempt], run_id: str, copies: int) -> None:
@@ -407,22 +412,27 @@ class ShardLedger(LedgerTables):
                 [mine.count(True), mine.count(False), copies, shard_id],
             )
 
-    def finish_shards(self, epochs: Mapping[str, int], owner: str) -> None:
-        """Close shards of this run and free whatever they still claim."""
+    def finish_shards(
+        self, epochs: Mapping[str, int], owner: str, figures: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Close shards of this run, with their engine's figures, and free what they still claim."""
         with self.warehouse.transaction():
             for shard_id, epoch in sorted(epochs.items()):
                 if self._hold(shard_id, epoch, owner):
-                    self._close_shard(shard_id)
+                    self._close_shard(shard_id, figures=(figures or {}).get(shard_id))
 
-    def _close_shard(self, shard_id: str, state: ShardState = ShardState.FINISHED) -> None:
+    def _close_shard(
+        self, shard_id: str, state: ShardState = ShardState.FINISHED, figures: str | None = None
+    ) -> None:
         self.warehouse.execute(
             self.sql("delete from {claims} where shard_id = ?::uuid"), [shard_id]
         )
         self.warehouse.execute(
             self.sql(
-                "update {shards} set state = ?, finished_at = {clock} where shard_id = ?::uuid"
+                "update {shards} set state = ?, figures = ?, finished_at = {clock} "
+                "where shard_id = ?::uuid"
             ),
-            [state.value, shard_id],
+            [state.value, figures, shard_id],
         )
 
 

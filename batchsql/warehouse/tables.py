@@ -9,7 +9,7 @@ from batchsql.errors import LedgerVersionError
 from batchsql.version import __version__
 from batchsql.warehouse.base import Warehouse, fit_identifier, quote
 
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 """Raised by one with every change of the tables; ``_MIGRATIONS`` holds the steps."""
 
 _MIGRATIONS: dict[int, tuple[str, ...]] = {
@@ -107,6 +107,18 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
             enrichment text not null {pk}, spec_version uuid not null,
             opened_at timestamp with time zone not null, fired_at timestamp with time zone)""",
     ),
+    # Workers: what waits for them, who worked on a shard, and how its engine did.
+    3: (
+        "alter table {shards} add column worker text",
+        "alter table {shards} add column figures text",
+        """create table {queues} (
+            enrichment text not null {pk}, run_id uuid not null, spec_version uuid not null,
+            model text not null, route text not null, route_reason text, settings text not null,
+            enqueued_at timestamp with time zone not null)""",
+        """create table {queued} (
+            enrichment text not null, request_key uuid not null, position bigint not null,
+            is_urgent boolean not null)""",
+    ),
 }
 
 # PostgreSQL finds the attempts of a request by index; DuckDB scans a column faster than it would
@@ -115,11 +127,12 @@ _POSTGRES_INDEXES = (
     "create index if not exists {attempts_index} on {attempts} (request_key)",
     "create index if not exists {attempts_final_index} on {attempts} (request_key) where is_final",
     "create index if not exists {claims_shard_index} on {claims} (shard_id)",
+    "create index if not exists {queued_index} on {queued} (enrichment, position)",
 )
 
 _TABLES = (
     "specs", "items", "requests", "claims", "shards", "attempts", "results", "runs", "completions",
-    "dead_letters",
+    "queues", "queued", "dead_letters",
 )  # fmt: skip
 
 _TEMPORARY_SCHEMA = {"duckdb": "temp.main", "postgres": "pg_temp"}
@@ -187,16 +200,16 @@ class LedgerTables:
                         json=warehouse.json_type,
                     )
                 )
-            if warehouse.dialect == "postgres":
-                for statement in _POSTGRES_INDEXES:
-                    names = {
-                        name: quote(f"{self.prefix}{name}", "postgres")
-                        for name in ("attempts_index", "attempts_final_index", "claims_shard_index")
-                    }
-                    warehouse.execute(self.sql(statement, **names))
             warehouse.execute(
                 self.sql("insert into {meta} values (?, ?, {clock})"), [step, __version__]
             )
+        if warehouse.dialect == "postgres":
+            names = {
+                f"{name}_index": quote(f"{self.prefix}{name}_index", "postgres")
+                for name in ("attempts", "attempts_final", "claims_shard", "queued")
+            }
+            for statement in _POSTGRES_INDEXES:
+                warehouse.execute(self.sql(statement, **names))
 
     def check_version(self) -> int:
         """Return the version of the tables.

@@ -142,7 +142,8 @@ class LedgerMachine(RuleBasedStateMachine):
             )
         if not attempts:
             return
-        done = {a.shard_id for a in attempts} - {shard for shard, _ in owner.claims.values()}
+        open_shards = {shard for shard, _ in owner.claims.values()}
+        done = dict.fromkeys({a.shard_id for a in attempts} - open_shards)
         running = {
             str(s)
             for (s,) in self.many("select shard_id from ledger.shards where state = 'running'")
@@ -150,7 +151,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lost = owner.ledger.flush(attempts, owner.epochs, owner.run_id, owner.lease_owner, done)
         assert lost == {a.shard_id for a in attempts} - running
         self.paid |= {a.request_key for a in attempts if a.answer and a.shard_id not in lost}
-        owner.forget(lost | done)
+        owner.forget(lost | done.keys())
 
     @rule(name=owners)
     def renew(self, name: str) -> None:

@@ -36,7 +36,8 @@ from batchsql.dispatch import Dispatcher, Question
 from batchsql.errors import BackendError, SystemicError
 from batchsql.types import Call
 from batchsql.warehouse.duckdb import DuckDBDialect, DuckDBWarehouse
-from batchsql.warehouse.ledger import Ledger, SpecRow, iter_positions
+from batchsql.warehouse.ledger import Ledger, SpecRow
+from batchsql.warehouse.todo import iter_positions
 from tests.simulation.provider import HOUR, FakeBatches, Manners, Provider, moment
 
 ENRICHMENT = "model.shop.labels"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -24,15 +25,18 @@ from batchsql import shipping
 from batchsql.backends import registry
 from batchsql.backends.base import StreamBackend
 from batchsql.backends.batch import BatchBackend
+from batchsql.cli.work import ending
 from batchsql.collecting import OpenBatchBackend
 from batchsql.context import RunContext
 from batchsql.dbt import run_enrichment
 from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.pricing import open_prices
 from batchsql.runner import Counts, EnrichmentRun
+from batchsql.shipping import SendLimit
 from batchsql.types import ModelRef
 from batchsql.warehouse.base import Dialect, Source, Warehouse
 from batchsql.warehouse.ledger import Ledger
+from batchsql.working import Worker
 from tests.support import fake, points
 from tests.support.project import ROOT, Target
 
@@ -213,6 +217,27 @@ def _open_batch_backend(model: ModelRef, engine: Mapping[str, Any]) -> BatchBack
     return registry.open_batch_backend(model, engine, Path())
 
 
+def work_job(job: Job, say: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
+    """Work on the queue of one model like ``batchsql work``, until every request has an outcome."""
+    stop, drain = threading.Event(), threading.Event()
+    with ending(stop, drain, 10.0), connect(job) as (_, warehouse, _, _):
+        ledger = Ledger(warehouse, job.target.ledger)
+        worker = Worker(
+            ledger, name=f"worker:{os.getpid()}",
+            open_backend=lambda model, engine: (
+                fake.FakeBackend(engine) if model.provider == fake.PROVIDER
+                else registry.open_backend(model, engine, Path())
+            ),
+            engine=job.engine, open_prices=open_prices, limit=SendLimit(None, drain=drain),
+            stop=stop, say=say, warn=say,
+        )  # fmt: skip
+        while not drain.is_set():
+            if not worker.work() and not ledger.count_queued(f"model.shop.{job.name}"):
+                break
+            drain.wait(0.02)
+        return {"counts": asdict(worker.worked.counts), "set_aside": worker.worked.set_aside}
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -266,6 +291,13 @@ class Forks:
         """Start the run of one model, which may be told to die at a point."""
         return self.start(_run_reported, job, kill_at)
 
+    def work(
+        self, job: Job, at: str | None = None, number: int = signal.SIGKILL,
+        clock_seconds: float = 0.0,
+    ) -> Child:  # fmt: skip
+        """Start a worker, which may get a signal at a point and have a clock that is wrong."""
+        return self.start(_work_reported, job, at, number, clock_seconds)
+
 
 def _child(report_file: Path, target: Callable[..., object], args: Sequence[object]) -> None:
     try:
@@ -282,6 +314,15 @@ def _run_reported(job: Job, kill_at: str | None) -> object:
     messages: list[str] = []
     counts = run_job(job, say=messages.append)
     return {"counts": asdict(counts), "points": points.passed(), "messages": messages}
+
+
+def _work_reported(job: Job, at: str | None, number: int, clock_seconds: float) -> object:
+    points.watch()
+    points.arm(at, number=number)
+    right = time.time
+    time.time = lambda: right() + clock_seconds
+    messages: list[str] = []
+    return {**work_job(job, messages.append), "points": points.passed(), "messages": messages}
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:

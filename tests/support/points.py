@@ -21,10 +21,15 @@ _passed: Counter[str] = Counter()
 _trace: list[str] = []
 _kill_at: list[tuple[str, int]] = []
 _stop_file: list[Path] = []
+_signal: list[int] = []
 
 
-def arm(at: str | None, stop_file: Path | None = None) -> None:
-    """Start counting anew, and die at the named point; with a file, write it and stop there."""
+def arm(at: str | None, stop_file: Path | None = None, number: int = signal.SIGKILL) -> None:
+    """Start counting anew, and die at the named point; with a file, write it and stop there.
+
+    ``number`` is the signal to die of.
+    """
+    _signal[:] = [signal.SIGSTOP if stop_file else number]
     _passed.clear()
     _trace.clear()
     _kill_at.clear()
@@ -52,7 +57,7 @@ def reach(name: str) -> None:
         if wanted in (name, "any") and _passed[wanted] == number:
             for file in _stop_file:
                 file.touch()
-            os.kill(os.getpid(), signal.SIGSTOP if _stop_file else signal.SIGKILL)
+            os.kill(os.getpid(), _signal[0])
 
 
 def watch() -> None:

@@ -191,6 +191,13 @@ class Project:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
+    def worker(self, *args: str) -> subprocess.Popen[str]:
+        """Start a batchsql command in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.cli_main", *args],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
     def finish(self, process: subprocess.Popen[str], timeout: float = 120) -> DbtResult:
         """Wait for a process and return how it ended."""
         output, _ = process.communicate(timeout=timeout)
