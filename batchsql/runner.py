@@ -70,6 +70,9 @@ REQUEST_COLUMN = "llm_request_id"
 
 RECORD_BATCH_ROWS = 20_000
 
+LONGEST_FIRST = 16
+"""So many of the longest requests are given to an engine before all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -460,7 +463,7 @@ class EnrichmentRun:
     def _wanted_sql(self) -> str:
         """Select the requests without an answer, equal beginnings side by side."""
         text = "varchar" if self.context.dialect.name == "duckdb" else "text"
-        order = ", ".join(f"min(left({sql.key_text}, 200))" for sql in self._inputs.values())
+        is_engine = self._backend is not None and self._backend.capabilities.is_engine
         urgent = "false"
         if self.declaration.urgent_when is not None:
             urgent = f"coalesce(bool_or((\n{self.declaration.urgent_when}\n)), false)"
@@ -469,12 +472,30 @@ class EnrichmentRun:
             f"(select item_key as __batchsql_item, request_key as __batchsql_request "
             f"from {self.context.ledger.relation('items')})"
         )
-        return (
+        wanted = (
             f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} as __batchsql_wanted, "
-            f"{urgent} as __batchsql_urgent "
+            f"{urgent} as __batchsql_urgent{{}} "
             f"from {self.candidate} left join {items} k "
             f"on {REQUEST_KEY} is null and __batchsql_item = {ITEM_KEY} "
-            f"where {OUTPUT} is null group by 1 order by {order}, 1"
+            f"where {OUTPUT} is null group by 1"
+        )
+        texts = [sql.key_text for sql in self._inputs.values()]
+        starts = [f"min(left({each}, 200))" for each in texts]
+        if not is_engine:
+            return f"{wanted.format('')} order by {', '.join(starts)}, 1"
+        # An engine keeps the beginning that neighbours share, and works best on texts of about one
+        # length. The keys are hashes: what is alike in both comes shuffled. A few of the longest go
+        # first, since it is these that do not fit into its memory.
+        length = f"max({' + '.join(f'coalesce(length({each}), 0)' for each in texts)})"
+        parts = [*starts[:-1], f"floor(ln(greatest({length}, 1)) / ln(2))"]
+        columns = "".join(f", {each} as o{number}" for number, each in enumerate(parts))
+        names = ", ".join(f"o{number}" for number in range(len(parts)))
+        return (
+            "select __batchsql_wanted, __batchsql_urgent from (select *, row_number() over "
+            f"(order by size desc, __batchsql_wanted) as place from "
+            f"({wanted.format(f', {length} as size{columns}')}) w) w "
+            f"order by case when place <= {LONGEST_FIRST} then 0 else 1 end, {names}, "
+            "__batchsql_wanted"
         )
 
     # --- ship ---------------------------------------------------------------------------------

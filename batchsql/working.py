@@ -19,9 +19,9 @@ from batchsql.asking import Asked, OpenPrices, read_asked
 from batchsql.backends.base import StreamBackend
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import canonical_json
-from batchsql.errors import BatchsqlError, SystemicError
+from batchsql.errors import BackendError, BatchsqlError
 from batchsql.placement import may_ask
-from batchsql.shipping import Pace, Say, SendLimit, Shipper, StoppedError
+from batchsql.shipping import Pace, Say, SendLimit, Shipper
 from batchsql.types import ModelRef
 from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.queue import Queue
@@ -108,7 +108,7 @@ class Worker:
         self._last_model = queue.model
         try:
             self._work_on(queue)
-        except SystemicError as error:
+        except BackendError as error:
             self._put_aside(queue, str(error))
         return True
 
@@ -169,8 +169,6 @@ class Worker:
         try:
             backend = self._open_backend(asked.model, asked.engine)
             identity = canonical_json(backend.identity()).decode()
-        except StoppedError:
-            raise
         except BatchsqlError as error:
             self._put_aside(queue, str(error))
             return None

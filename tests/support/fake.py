@@ -30,21 +30,23 @@ class FakeBackend:
     ``@systemic``: the whole backend fails. ``@raw:<json text>``: exactly this output.
 
     Engine options: ``log`` is the file that counts; ``identity`` stands for the weights;
-    ``shard_requests`` is the size of a shard; ``gate`` is a file it waits for once it has answered
-    ``gate_after`` requests, and beside which it then makes one with ``.reached`` added.
+    ``shard_requests`` is the size of a shard; ``is_engine`` makes it an engine; ``gate`` is a
+    file it waits for once it has answered ``gate_after`` requests, and beside which it then makes
+    one with ``.reached`` added.
     """
 
     def __init__(self, engine: Mapping[str, Any]) -> None:
         self._log = Path(engine["log"]) if engine.get("log") else None
         self._identity = str(engine.get("identity", "1"))
         self._shard_requests = int(engine.get("shard_requests", 20))
+        self._is_engine = bool(engine.get("is_engine", False))
         self._gate = Path(engine["gate"]) if engine.get("gate") else None
         self._gate_after = int(engine.get("gate_after", 0))
         self._tries: Counter[str] = Counter()
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(slots=4, shard_requests=self._shard_requests, stays_inside=True)
+        return Capabilities(4, self._shard_requests, stays_inside=True, is_engine=self._is_engine)
 
     @property
     def version(self) -> str:
