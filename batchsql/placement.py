@@ -27,13 +27,15 @@ def place(declaration: Declaration) -> Declaration:
         if alternative is None:
             mistakes.append(_no_engine(declaration))
         else:
-            declaration = replace(declaration, model=alternative, engine={})
-            mistakes += registry.check_model(alternative, declaration.params, {})
-            if not registry.is_engine(alternative):
+            # Declared prices are those of the declared model.
+            model, engine = alternative.model, alternative.engine
+            declaration = replace(declaration, model=model, engine=engine, prices=None)
+            mistakes += registry.check_model(model, declaration.params, engine)
+            if not registry.is_engine(model):
                 mistakes.append(
                     Mistake(
                         "alternatives.engine",
-                        f"got {str(alternative)!r}, which is no model that runs in this process",
+                        f"got {str(model)!r}, which is no model that runs in this process",
                     )
                 )
     route, model = declaration.route, declaration.model

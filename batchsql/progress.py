@@ -7,7 +7,7 @@ from dataclasses import dataclass
 PROGRESS_SECONDS = 5.0
 """How often a run says how far it is."""
 
-_FEWEST_FOR_AN_ESTIMATE = 20
+FEWEST_FOR_AN_ESTIMATE = 20
 """Before so many are done, the time that an engine takes to start would spoil the estimate."""
 
 
@@ -24,7 +24,7 @@ class Progress:
         rate = self.done / self.seconds if self.seconds else 0.0
         share = f"{100 * self.done // self.total} %" if self.total else "100 %"
         text = f"{self.done:,} of {self.total:,} {self.noun} ({share}), {rate:.1f}/s"
-        if self.done >= self.total or self.done < _FEWEST_FOR_AN_ESTIMATE:
+        if self.done >= self.total or self.done < FEWEST_FOR_AN_ESTIMATE:
             return text
         return f"{text}, {format_seconds((self.total - self.done) / rate)} left"
 

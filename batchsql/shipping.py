@@ -16,7 +16,7 @@ from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BatchsqlError, ReconciliationError
 from batchsql.figures import FigureLog
 from batchsql.judging import Judge
-from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
+from batchsql.progress import FEWEST_FOR_AN_ESTIMATE, PROGRESS_SECONDS, Progress, format_seconds
 from batchsql.sizing import shard_size
 from batchsql.types import Call, Completion, Outcome, Request, Route
 from batchsql.warehouse.ledger import Ledger
@@ -94,6 +94,7 @@ class _Pass:
     finished: list[Attempt] = field(default_factory=list)
     began: dict[str, float] = field(default_factory=dict)
     first_at: float | None = None
+    started_at: float = field(default_factory=time.monotonic)
     flushed_at: float = field(default_factory=time.monotonic)
     renewed_at: float = field(default_factory=time.monotonic)
     handled: int = 0
@@ -210,7 +211,8 @@ class Shipper:
         """Send every wanted request at most once, in shards, through one unbroken stream."""
         state = _Pass()
         total = self._limit.fit(wanted)
-        started = shown = time.monotonic()
+        shown = time.monotonic()
+        is_said = False
         self._failed_transiently = 0
         try:
             for completion in self._backend.complete(self._feed(state), self._call, self._stop):
@@ -219,9 +221,14 @@ class Shipper:
                 now = time.monotonic()
                 self._keep(state, now)
                 self._figures.look(now)
-                if now - shown >= PROGRESS_SECONDS:
-                    self._say(str(Progress(state.handled, total, now - started)))
-                    shown = now
+                if now - shown < PROGRESS_SECONDS:
+                    continue
+                shown = now
+                if state.handled:
+                    self._say(self._progress(state, total, now))
+                elif not is_said and self._backend.capabilities.is_engine:
+                    self._say("waiting for the first answer; the model may have to be loaded")
+                    is_said = True
         finally:
             try:
                 self._flush(state)
@@ -230,8 +237,14 @@ class Shipper:
                     state.epochs, self._order.owner, self._sum_up(state.epochs, state)
                 )
         if state.handled:
-            self._say(str(Progress(state.handled, total, time.monotonic() - started)))
+            self._say(self._progress(state, total, time.monotonic()))
         self._raise_if_stopped()
+
+    @staticmethod
+    def _progress(state: _Pass, total: int, now: float) -> str:
+        # Once it can be told, the time that an engine takes to start is left out.
+        since = state.started_at if state.handled < FEWEST_FOR_AN_ESTIMATE else state.first_at
+        return str(Progress(state.handled, total, now - (since or now)))
 
     def _feed(self, state: _Pass) -> Iterator[Request]:
         """Claim shard after shard, each when the one before has been taken whole."""

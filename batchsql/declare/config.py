@@ -22,6 +22,15 @@ from batchsql.errors import Mistake, show_value
 from batchsql.types import OnPending, RouteChoice, Runner
 
 
+class AlternativeConfig(BaseModel):
+    """Another model with options of its own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str
+    engine: dict[str, Any] = {}
+
+
 class LlmConfig(BaseModel):
     """All keys with their defaults. Their meaning for users is in ``docs/declaring.md``."""
 
@@ -45,7 +54,7 @@ class LlmConfig(BaseModel):
     route: Annotated[RouteChoice, Field(strict=False)] = RouteChoice.AUTO
     runner: Annotated[Runner, Field(strict=False)] = Runner.INLINE
     egress: bool = True
-    alternatives: dict[Literal["engine"], str] = {}
+    alternatives: dict[Literal["engine"], str | AlternativeConfig] = {}
     urgent_when: Annotated[str | None, BeforeValidator(read_condition)] = None
     online_up_to: Annotated[int, Field(ge=0)] = 50
     max_batch_requests: Annotated[int, Field(ge=1)] | None = None
@@ -77,7 +86,8 @@ _EXPLAINED = {
     "route": "one of auto, batch, online, engine",
     "runner": "one of inline, detached",
     "egress": "true or false",
-    "alternatives": "a mapping such as {engine: 'vllm/qwen3-8b'}; its only key is engine",
+    "alternatives": "a mapping such as {engine: 'vllm/qwen3-8b'}, or {engine: {model: …, engine: "
+    "{…}}} with options; its only key is engine",
     "online_up_to": "a whole number, 0 or more",
     "max_batch_requests": "a whole number, 1 or more",
     "retry_last_online": "true or false",

@@ -34,6 +34,14 @@ CheckPrices = Callable[[object], list[Mistake]]
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another model that may be asked, with its engine options."""
+
+    model: ModelRef
+    engine: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Declaration:
     """One enrichment as declared, every default filled in."""
 
@@ -56,7 +64,7 @@ class Declaration:
     route: RouteChoice
     runner: Runner
     egress: bool
-    alternatives: Mapping[str, ModelRef]
+    alternatives: Mapping[str, Alternative]
     urgent_when: str | None
     online_up_to: int
     max_batch_requests: int | None
@@ -153,11 +161,14 @@ def parse_declaration(
     if "normalize" not in broken and normalize not in [mode.value for mode in Normalize]:
         accepted = ", ".join(mode.value for mode in Normalize)
         mistakes.append(Mistake("normalize", f"got {normalize!r}; accepted: {accepted}"))
-    alternatives = {}
+    alternatives: dict[str, Alternative] = {}
     if "alternatives" not in broken:
-        for kind, text in merged.get("alternatives", {}).items():
-            alternatives[kind], found = _read_model(f"alternatives.{kind}", text)
+        for kind, given in merged.get("alternatives", {}).items():
+            other = {"model": given} if isinstance(given, str) else given
+            ref, found = _read_model(f"alternatives.{kind}", other["model"])
             mistakes += found
+            if ref is not None:
+                alternatives[kind] = Alternative(ref, other.get("engine", {}))
     if "prices" not in broken and merged.get("prices") is not None:
         mistakes += check_prices(merged["prices"])
     if not broken & {"rescue_max_usd", "deadline"}:
@@ -198,7 +209,7 @@ def parse_declaration(
         route=config.route,
         runner=config.runner,
         egress=config.egress,
-        alternatives={kind: ref for kind, ref in alternatives.items() if ref},
+        alternatives=alternatives,
         urgent_when=config.urgent_when,
         online_up_to=config.online_up_to,
         max_batch_requests=config.max_batch_requests,

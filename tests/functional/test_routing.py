@@ -510,12 +510,19 @@ def test_rows_that_may_not_leave_are_asked_of_the_engine_declared(
     registry.register("here", fake.open_fake, local.PARAMS, is_engine=True)
     with rehearsal(OPENAI) as emulator:
         duck.model("tickets", rows_sql(tickets(3)))
-        declare(duck, OPENAI, emulator, egress=False, alternatives={"engine": "here/small"})
+        other = {"model": "here/small", "engine": {"slots": 2}}
+        declare(
+            duck, OPENAI, emulator, egress=False, alternatives={"engine": other},
+            prices={"input": 1000.0, "output": 1000.0},
+        )  # fmt: skip
         result = duck.run("run")
         assert result.ok, result.output
         assert statuses(duck.target) == {"ok": 3}
         assert list(emulator.calls) == []
-    assert duck.target.query("select distinct model from {ledger}.shards") == [("here/small",)]
+    ((model, settings),) = duck.target.query("select model, settings from {ledger}.shards")
+    assert (model, json.loads(settings)["engine"]) == ("here/small", {"slots": 2})
+    # The declared prices are those of the declared model.
+    assert duck.target.one("select sum(cost_usd) from {ledger}.attempts") is None
 
 
 def test_a_server_declared_as_internal_may_see_them(begin: Begin) -> None:

@@ -9,7 +9,7 @@ import pytest
 from batchsql.declare.durations import Deadline
 from batchsql.declare.keys import RequestKeyer, spec_version
 from batchsql.declare.routing import OnComplete
-from batchsql.declare.spec import Declaration, parse_declaration
+from batchsql.declare.spec import Alternative, Declaration, parse_declaration
 from batchsql.errors import Mistake, SpecError
 from batchsql.types import ModelRef, OnPending, RouteChoice
 
@@ -70,7 +70,13 @@ CASES: list[tuple[str, object, str, object]] = [
         "alternatives",
         {"engine": "vllm/Qwen/Qwen3-8B"},
         "alternatives",
-        {"engine": ModelRef("vllm", "Qwen/Qwen3-8B")},
+        {"engine": Alternative(ModelRef("vllm", "Qwen/Qwen3-8B"), {})},
+    ),
+    (
+        "alternatives",
+        {"engine": {"model": "vllm/m", "engine": {"max_model_len": 4096}}},
+        "alternatives",
+        {"engine": Alternative(ModelRef("vllm", "m"), {"max_model_len": 4096})},
     ),
     ("urgent_when", " priority = 'high'\n", "urgent_when", "priority = 'high'"),
     ("online_up_to", 0, "online_up_to", 0),
@@ -119,6 +125,8 @@ def test_rescue_money_goes_with_a_deadline(usd: float, expected: float) -> None:
         ("alternatives", "vllm/m", "{engine: "),
         ("alternatives", {"batch": "openai/m"}, "its only key is engine"),
         ("alternatives", {"engine": None}, "{engine: "),
+        ("alternatives", {"engine": {"engine": {}}}, "{engine: "),
+        ("alternatives", {"engine": {"model": "vllm/m", "params": {}}}, "{engine: "),
         ("urgent_when", "", "a SQL condition"),
         ("urgent_when", " \n", "a SQL condition"),
         ("urgent_when", True, "a SQL condition"),
