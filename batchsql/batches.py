@@ -18,7 +18,6 @@ The order of durable steps, and what a death between two of them costs:
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ from pathlib import Path
 import orjson
 
 from batchsql.backends.batch import (
+    BUFFER_BYTES,
     BatchBackend,
     BatchFault,
     BatchGoneError,
@@ -37,17 +37,19 @@ from batchsql.backends.batch import (
     ProviderBusyError,
     ShardLabel,
     custom_id,
+    read_clock,
 )
 from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BackendError, LeaseLostError, SystemicError
 from batchsql.garbage import without_collector
+from batchsql.ingest import Ingest
 from batchsql.judging import Judge
 from batchsql.plan.cost import estimate_tokens
-from batchsql.progress import PROGRESS_SECONDS, Progress, format_seconds
+from batchsql.progress import format_seconds
 from batchsql.types import Call, Completion, Message, Outcome, Request, Route, Usage
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import Ledger
-from batchsql.warehouse.shards import Attempt, Claim, ShardOrder, ShardState
+from batchsql.warehouse.shards import Attempt, ShardOrder, ShardState, Tries
 
 INGEST_ROWS = 5_000
 """How many results are written at a time: fetching them again costs nothing."""
@@ -55,8 +57,14 @@ INGEST_ROWS = 5_000
 LEASE_SECONDS = 900.0
 """How long whoever looks after a batch may be silent: an upload can take minutes."""
 
+RENEW_SECONDS = 60.0
+"""How old a lease gets while results are written: a transfer still fits into the rest of it."""
+
 GONE_AFTER_SECONDS = 600.0
-"""A batch younger than this that its provider does not know may just not be listed yet."""
+"""A batch younger than this that its provider does not know may just not be listed yet.
+
+So may the results of one that ended this short a time ago.
+"""
 
 OVERDUE_SECONDS = 24 * 3600.0
 """How long after its window a batch that does not end is cancelled."""
@@ -68,7 +76,6 @@ VANISH_WARNING_SECONDS = 3 * 24 * 3600.0
 """How long before results are deleted people are warned, where they are kept for weeks."""
 
 _DOWNLOADS = 3
-_REFUSED = "every request is refused"
 END_STATES = {
     BatchState.COMPLETED: ShardState.COLLECTED,
     BatchState.EXPIRED: ShardState.EXPIRED,
@@ -108,7 +115,7 @@ class Batches:
         judge_of: Callable[[BatchShard], tuple[Judge, Call]],
         say: Say,
         warn: Say,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = read_clock,
     ) -> None:
         self.counts = ShipCounts()
         self.backend = backend
@@ -118,6 +125,7 @@ class Batches:
         self._say = say
         self._warn = warn
         self._clock = clock
+        self._leased_at = clock()
 
     # --- submitting ---------------------------------------------------------------------------
 
@@ -140,6 +148,7 @@ class Batches:
             SystemicError: the provider refuses every batch. Nothing is claimed any more.
         """
         limits = self.backend.limits
+        self._leased_at = self._clock()
         encode = self.backend.encoder(call)
         sample = Request("0" * 32, tuple(prefix))
         shard, last = self._ledger.claim_batch(
@@ -180,7 +189,7 @@ class Batches:
         size = 0
         left_out: list[str] = []
         too_long: list[Completion] = []
-        with lines.open("wb") as file:
+        with lines.open("wb", BUFFER_BYTES) as file, without_collector():
             for request in self._ledger.stream_requests(shard.shard_id):
                 line = encode(custom_id(request.request_key, shard.shard_id), request) + b"\n"
                 if len(line) > max_bytes:
@@ -218,13 +227,20 @@ class Batches:
             account = backend.account
             uploaded = backend.upload(shard_label(shard), lines, call)
             must_end_by = self._clock() + backend.limits.create_seconds
-            shard = ledger.begin_submission(shard, account, uploaded, backend.limits.create_seconds)
+            try:
+                shard = ledger.begin_submission(
+                    shard, account, uploaded, backend.limits.create_seconds
+                )
+            except Exception:
+                self._discard(replace(shard, uploaded=uploaded))
+                raise
             created = backend.create(shard_label(shard), lines, uploaded, call, must_end_by)
         except (NotCreatedError, ProviderBusyError) as error:
             fault = error.fault if isinstance(error, NotCreatedError) else BatchFault.TRANSIENT
             shard = ledger.close_batch(
                 shard, ShardState.FAILED, error=str(error), fault=fault.value
             )
+            self._discard(shard)
             return Submission(shard, 0, fault, str(error), error.retry_after_seconds)
         except MaybeCreatedError as error:
             shard = ledger.record_trouble(shard, str(error))
@@ -235,9 +251,10 @@ class Batches:
             )
             return self._submitted(shard)
         except BackendError as error:
-            ledger.close_batch(
+            shard = ledger.close_batch(
                 shard, ShardState.FAILED, error=str(error), fault=BatchFault.SYSTEMIC.value
             )
+            self._discard(shard)
             raise
         shard = ledger.record_submission(shard, created.provider_batch_id, created.results_until)
         ledger.leave(shard)
@@ -258,7 +275,7 @@ class Batches:
             SystemicError: the provider refuses us, or refused the whole batch. The shard itself is
                 in a state from which the next call goes on.
         """
-        shard = self._ledger.attend(shard_id, self._owner, LEASE_SECONDS)
+        shard = self._attend(shard_id)
         if shard is None:
             return None
         try:
@@ -266,6 +283,10 @@ class Batches:
         except LeaseLostError:
             self._warn(f"the shard {shard_id} was taken over; its new owner goes on with it")
             return None
+
+    def _attend(self, shard_id: str) -> BatchShard | None:
+        self._leased_at = self._clock()
+        return self._ledger.attend(shard_id, self._owner, LEASE_SECONDS)
 
     def _step(self, shard: BatchShard) -> BatchShard:
         try:
@@ -276,9 +297,16 @@ class Batches:
             if shard.state is ShardState.ENDED:
                 shard = self._collect(shard)
         except (ProviderBusyError, BatchGoneError) as error:
-            self._warn(f"{self._name(shard)}: {error}; it is asked again later")
             shard = self._ledger.record_trouble(shard, str(error))
-        except (BackendError, OSError):
+            shard = self._give_up_if_late(shard, str(error))
+            if shard.state.is_open:
+                self._warn(f"{self._name(shard)}: {error}; it is asked again later")
+        except (BackendError, OSError) as error:
+            if self._ledger.read_batch(shard.shard_id).state.is_open:
+                shard = self._ledger.record_trouble(shard, str(error))
+                shard = self._give_up_if_late(shard, str(error))
+            if not shard.state.is_open:
+                return shard
             self._ledger.leave(shard)
             raise
         if shard.state.is_open:
@@ -313,18 +341,26 @@ class Batches:
             return self._ledger.record_submission(shard, finding.provider_batch_id, None)
         if finding.is_sure:
             self._say(f"a batch of {shard.requests:,} requests was never created; they wait again")
-            return self._ledger.close_batch(
+            shard = self._ledger.close_batch(
                 shard, ShardState.ABANDONED, error="the provider has no batch of this shard"
             )
+            self._discard(shard)
+            return shard
         shard = self._ledger.record_trouble(shard, finding.reason or "it cannot be told yet")
         return self._give_up_if_late(shard, finding.reason or "its batch was never seen")
 
     def _give_up_if_late(self, shard: BatchShard, reason: str) -> BatchShard:
         """Leave a shard as it is, unless no result of it can be had any more."""
-        if shard.age_seconds <= self.backend.limits.retention_seconds:
+        left = self.backend.limits.retention_seconds - shard.age_seconds
+        if shard.state is ShardState.ENDED and shard.seconds_to_vanish is not None:
+            # Some providers say of other files only how long they are kept, so not to the minute.
+            left = shard.seconds_to_vanish + OVERDUE_SECONDS
+        if left >= 0:
             return shard
         self._warn(f"{self._name(shard)} is given up: {reason}; its requests wait again")
-        return self._ledger.close_batch(shard, ShardState.FAILED, error=reason, fault="lost")
+        shard = self._ledger.close_batch(shard, ShardState.FAILED, error=reason, fault="lost")
+        self._discard(shard)
+        return shard
 
     def _is_same_account(self, shard: BatchShard) -> bool:
         if shard.account in (None, self.backend.account):
@@ -405,7 +441,7 @@ class Batches:
 
         Returns None where somebody else looks after it now, or it is over.
         """
-        shard = self._ledger.attend(shard_id, self._owner, LEASE_SECONDS)
+        shard = self._attend(shard_id)
         if shard is None:
             return None
         try:
@@ -414,7 +450,14 @@ class Batches:
                 try:
                     self.backend.cancel(shard.provider_batch_id or "")
                 except BatchGoneError as error:
-                    shard = self._handle_gone(shard, error)
+                    # A server that cannot cancel says the same as one that has no such batch.
+                    try:
+                        self.backend.poll(shard.provider_batch_id or "")
+                    except BatchGoneError as gone:
+                        shard = self._handle_gone(shard, gone)
+                    else:
+                        self._warn(f"{self._name(shard)} is not cancelled: {error}")
+                        shard = self._ledger.record_trouble(shard, str(error))
         except LeaseLostError:
             return None
         finally:
@@ -429,7 +472,9 @@ class Batches:
             return self._ledger.record_trouble(shard, str(error))
         self._warn(f"{self._name(shard)} is lost: {error}; its requests wait again")
         self._write_leftovers(shard, self._ledger.read_members(shard.shard_id), str(error))
-        return self._ledger.close_batch(shard, ShardState.FAILED, error=str(error), fault="gone")
+        shard = self._ledger.close_batch(shard, ShardState.FAILED, error=str(error), fault="gone")
+        self._discard(shard)
+        return shard
 
     def _handle_failed(self, shard: BatchShard, status: BatchStatus) -> BatchShard:
         """Close a shard that the provider refused as a whole: no row is at fault, none is paid."""
@@ -448,11 +493,13 @@ class Batches:
         """Write what a batch that is over has brought, and close its shard."""
         end_state = shard.end_state or ShardState.COLLECTED
         judge, call = self._judge_of(shard)
-        members = self._ledger.read_members(shard.shard_id)
-        ingest = _Ingest(self, shard, judge, members, self._clock)
+        ingest = Ingest(
+            self._ledger, self.backend, shard, judge, self._flush,
+            max_rows=INGEST_ROWS, say=self._say, clock=self._clock,
+        )  # fmt: skip
         leftover = "the results hold no line for it"
         has_results = end_state is ShardState.COLLECTED or self.backend.limits.keeps_partial
-        if has_results and (members or ingest.copied):
+        if has_results and (ingest.members or ingest.copied):
             try:
                 # A line that is missing may be on a download that was cut without a trace.
                 for _ in range(_DOWNLOADS):
@@ -462,6 +509,8 @@ class Batches:
             except BatchGoneError as error:
                 if not self._is_same_account(shard):
                     return self._give_up_if_late(shard, str(error))
+                if self._may_still_come(shard):
+                    raise
                 leftover = f"the results were deleted before they were fetched ({error})"
                 self._warn(f"{self._name(shard)}: {leftover}")
         else:
@@ -474,25 +523,33 @@ class Batches:
             raise SystemicError(f"{self._name(shard)}: {ingest.refusal}")
         return shard
 
+    def _may_still_come(self, shard: BatchShard) -> bool:
+        """Say if results that are not there may only be late: they are paid for."""
+        since, left = shard.seconds_since_end, shard.seconds_to_vanish
+        return since is not None and since < GONE_AFTER_SECONDS and (left is None or left > 0)
+
     def _write_leftovers(
-        self, shard: BatchShard, members: dict[str, Claim], reason: str, judge: Judge | None = None
+        self, shard: BatchShard, members: dict[str, Tries], reason: str, judge: Judge | None = None
     ) -> None:
         judge = judge or self._judge_of(shard)[0]
         attempts = []
-        for key, claim in members.items():
+        for key, tries in members.items():
             lost = Completion(key, None, None, failure=Outcome.TRANSIENT, error=reason)
-            attempts.append(judge.attempt(lost, shard.shard_id, claim))
+            attempts.append(judge.attempt(lost, shard.shard_id, tries))
         for start in range(0, len(attempts), INGEST_ROWS):
             self._flush(shard, attempts[start : start + INGEST_ROWS])
 
     def _flush(self, shard: BatchShard, attempts: list[Attempt], copies: int = 0) -> None:
-        """Write tries in one transaction, for the run that submitted them, and renew the lease."""
+        """Write tries in one transaction, for the run that submitted them; keep the lease."""
         epochs = {shard.shard_id: shard.epoch}
         if self._ledger.flush(attempts, epochs, shard.run_id, self._owner, copies=copies):
             raise LeaseLostError(shard.shard_id)
         self.counts += count_attempts(attempts)
-        if self._ledger.renew(epochs, self._owner, LEASE_SECONDS):
-            raise LeaseLostError(shard.shard_id)
+        now = self._clock()
+        if now - self._leased_at >= RENEW_SECONDS:
+            if self._ledger.renew(epochs, self._owner, LEASE_SECONDS):
+                raise LeaseLostError(shard.shard_id)
+            self._leased_at = now
 
     def _discard(self, shard: BatchShard) -> None:
         if shard.uploaded is None:
@@ -502,7 +559,7 @@ class Batches:
         except BackendError as error:
             self._warn(f"{self._name(shard)}: its input was not deleted ({error}); no harm done")
 
-    def _tell(self, shard: BatchShard, ingest: _Ingest, missing: int) -> None:
+    def _tell(self, shard: BatchShard, ingest: Ingest, missing: int) -> None:
         said = [f"{ingest.ok:,} answers"]
         for count, noun in (
             (ingest.failed, "failures"),
@@ -517,85 +574,6 @@ class Batches:
 
     def _name(self, shard: BatchShard) -> str:
         return f"the batch {shard.provider_batch_id or f'of shard {shard.shard_id}'}"
-
-
-class _Ingest:
-    """One shard's results on their way into the ledger."""
-
-    def __init__(
-        self,
-        batches: Batches,
-        shard: BatchShard,
-        judge: Judge,
-        members: dict[str, Claim],
-        clock: Callable[[], float],
-    ) -> None:
-        self.members = members
-        self.ok = self.failed = self.refused = self.repeated = self.unknown = 0
-        self.refusal: str | None = None
-        self._batches = batches
-        self._shard = shard
-        self._judge = judge
-        self._clock = clock
-        # What a collection that broke off has written already comes again, and is no news.
-        self._written = batches._ledger.read_handled(shard.shard_id)
-        self.copied = batches._ledger.read_copied(shard.shard_id) if shard.copied else {}
-        self._seen: set[str] = set()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything that was asked for is written, also what was freed for copies."""
-        return not self.members and self.copied.keys() <= self._written
-
-    def run(self, call: Call) -> None:
-        """Fetch the results and write those of requests that are still claimed."""
-        shard, pending = self._shard, []
-        self._seen = set()
-        self.repeated = self.unknown = 0
-        started = shown = self._clock()
-        with tempfile.TemporaryDirectory(prefix="batchsql-") as folder, without_collector():
-            batch_id = shard.provider_batch_id or ""
-            for line in self._batches.backend.fetch(batch_id, Path(folder), call):
-                key = line.completion.request_key
-                claim = self.members.get(key) or self.copied.get(key)
-                if claim is None or key in self._seen or key in self._written:
-                    self._count_other(key)
-                    continue
-                self._seen.add(key)
-                pending.append(self._judge.attempt(line.completion, shard.shard_id, claim))
-                if len(pending) >= INGEST_ROWS:
-                    self._write(pending)
-                    pending = []
-                    if self._clock() - shown >= PROGRESS_SECONDS:
-                        shown = self._clock()
-                        done = self.ok + self.failed
-                        progress = Progress(done, shard.requests, shown - started, "results")
-                        self._batches._say(str(progress))
-        self._write(pending)
-
-    def _count_other(self, key: str) -> None:
-        if key in self._seen:
-            self.repeated += 1
-        elif key in self._written:
-            self._seen.add(key)
-        else:
-            self.unknown += 1
-
-    def _write(self, attempts: list[Attempt]) -> None:
-        if not attempts:
-            return
-        copies = sum(attempt.request_key in self.copied for attempt in attempts)
-        self._batches._flush(self._shard, attempts, copies)
-        for attempt in attempts:
-            self.members.pop(attempt.request_key, None)
-            self._written.add(attempt.request_key)
-            if attempt.outcome is Outcome.OK:
-                self.ok += 1
-                continue
-            self.failed += 1
-            if attempt.outcome is Outcome.REJECTED and (attempt.error or "").startswith(_REFUSED):
-                self.refused += 1
-                self.refusal = attempt.error
 
 
 def shard_label(shard: BatchShard) -> ShardLabel:

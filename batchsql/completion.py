@@ -7,12 +7,15 @@ import os
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from batchsql.declare.routing import OnComplete
 from batchsql.errors import BatchsqlError
+from batchsql.warehouse.ledger import Ledger, OpenCompletion
 
 WEBHOOK_TIMEOUT_SECONDS = 30.0
+_ENRICHMENT = "BATCHSQL_ENRICHMENT"
 
 
 class NotToldError(BatchsqlError):
@@ -33,11 +36,45 @@ class Completed:
         return self.enrichment.rpartition(".")[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """A completion that this process has taken on to tell."""
+
+    on_complete: OnComplete
+    completion: OpenCompletion
+    schema: str
+    """Where its ledger is."""
+
+    def tell(self) -> None:
+        """Tell it, by the command or the web address.
+
+        Raises:
+            NotToldError: it failed.
+        """
+        requests = self.completion.requests
+        told = Completed(self.completion.enrichment, requests.results, requests.dead)
+        tell_completed(self.on_complete, told)
+
+
+def take_tellings(ledger: Ledger, on_complete: Mapping[str, OnComplete]) -> list[Telling]:
+    """Take on what is complete in a ledger, of the enrichments that have somebody to be told.
+
+    What a command of ``on_complete`` itself runs does not tell of the same enrichment again.
+    """
+    wanted = on_complete.keys() - {os.environ.get(_ENRICHMENT)}
+    if not wanted:
+        return []
+    return [
+        Telling(on_complete[each.enrichment], each, ledger.schema)
+        for each in ledger.take_completions(wanted)
+    ]
+
+
 def tell_completed(on_complete: OnComplete, completed: Completed) -> None:
     """Run the command through the shell, or POST the facts as JSON.
 
     The command finds them in ``BATCHSQL_MODEL``, ``BATCHSQL_ENRICHMENT``, ``BATCHSQL_ANSWERED`` and
-    ``BATCHSQL_GIVEN_UP``. It may be told more than once, when a process dies in between.
+    ``BATCHSQL_GIVEN_UP``. It is told once more an hour later when a process dies in between.
 
     Raises:
         NotToldError: it failed.
@@ -45,7 +82,7 @@ def tell_completed(on_complete: OnComplete, completed: Completed) -> None:
     if on_complete.command is not None:
         facts = {
             "BATCHSQL_MODEL": completed.name,
-            "BATCHSQL_ENRICHMENT": completed.enrichment,
+            _ENRICHMENT: completed.enrichment,
             "BATCHSQL_ANSWERED": str(completed.answered),
             "BATCHSQL_GIVEN_UP": str(completed.given_up),
         }

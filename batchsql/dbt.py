@@ -332,10 +332,18 @@ def _decide_pending(run: EnrichmentRun, current: Any) -> bool:
         return current is not None
     error = PendingRowsError(
         f"{run.declaration.subject}: {pending:,} rows are pending, and on_pending is fail; "
-        "batchsql collect brings the answers of batches, or wait lets the run wait for them"
+        f"{_who_answers(run)}, or wait lets the run wait for them"
     )
     run.finish(str(error))
     raise error
+
+
+def _who_answers(run: EnrichmentRun) -> str:
+    from batchsql.types import Runner
+
+    if run.declaration.runner is Runner.DETACHED:
+        return "batchsql work answers what is queued"
+    return "batchsql collect brings the answers of batches"
 
 
 def run_enrichment(
@@ -367,6 +375,8 @@ def run_enrichment(
                 run.ship()
             finally:
                 source.resume()
+        else:
+            run.drop_queue()
         run.reconcile()
     except BaseException as error:
         # The first error is the one to tell, whatever else fails while closing.

@@ -335,6 +335,16 @@ class OpenProject:
         nodes: Mapping[str, Any] = orjson.loads(manifest.read_bytes())["nodes"]
         return nodes
 
+    @property
+    def has_foreign_writers(self) -> bool:
+        """Whether other processes can write into the warehouse while this one has it open."""
+        return str(self._config.credentials.type) != "duckdb"
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether there is a manifest that says what the models declare."""
+        return self._manifest_nodes is not None
+
     def _read_declaration(self, enrichment: str) -> Declaration | None:
         """Return what an llm model of the last manifest declares, or None where it has no such.
 
@@ -383,7 +393,8 @@ class OpenProject:
 
     def has_batches(self, node: Any) -> bool:
         """Return whether the provider of a model offers batches."""
-        return has_batches(read_declaration(node, self._config).model)
+        declaration = read_declaration(node, self._config)
+        return has_batches(declaration.model, declaration.engine)
 
     def plan(self, node: Any) -> ModelPlan:
         """Find and record what a run of a compiled model would send. Sends nothing."""

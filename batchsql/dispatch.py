@@ -16,7 +16,7 @@ from batchsql.declare.spec import Declaration
 from batchsql.judging import Judge
 from batchsql.plan.route import RouteFacts, RoutePlan, plan_route
 from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
-from batchsql.types import Call, Message, Route, Runner
+from batchsql.types import Call, Message, Route, RouteChoice, Runner
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.shards import ShardOrder, ShardState
 from batchsql.warehouse.todo import TodoCounts
@@ -80,6 +80,7 @@ class Dispatcher:
             now = datetime.now(timezone.utc)
             self._deadline_at = time.monotonic() + declaration.deadline.seconds_from(now)
         self._blocked_until = 0.0
+        self._left_over = 0
         self._said = ""
 
     @property
@@ -105,23 +106,27 @@ class Dispatcher:
         if self._declaration.runner is Runner.DETACHED:
             self._enqueue(wait_until)
             return
+        ledger.drop_queue(self._context.enrichment)
         self._look_after_others()
         while True:
             ledger.trim_todo()
             ledger.mark_overdue(self._declaration.rescue_before_seconds)
             wanted = self._count()
             if wanted.free + wanted.elsewhere:
-                submitted_before = self.counts.submitted
+                submitted_before, tries_before = self.counts.submitted, self.stream_tries
                 self._send(wanted)
                 ledger.trim_todo()
                 wanted = self._count()
                 # What a batch was too small for goes into the next one.
                 has_more = wanted.free and self._limit.left != 0
                 has_moved = self.counts.submitted > submitted_before
+                # What is too little for a batch may go another way once the rest is on its way.
+                has_moved |= bool(self._left_over) and self.stream_tries > tries_before
                 if has_more and has_moved and time.monotonic() >= self._blocked_until:
                     continue
             if not wanted.in_batch:
-                if wanted.free and self._limit.left != 0 and self._can_wait(wait_until):
+                has_more = wanted.free > self._left_over and self._limit.left != 0
+                if has_more and self._can_wait(wait_until):
                     again_at = max(self._blocked_until, time.monotonic() + FIRST_POLL_SECONDS)
                     self._pause(min(wait_until, again_at))
                     continue
@@ -193,6 +198,8 @@ class Dispatcher:
         lanes = {plan.lane, plan.urgent, plan.last_try}
         if Route.BATCH in lanes:
             self._submit(plan)  # first, since it works while the others are sent
+        else:
+            self._left_over = 0
         for lane in sorted(lanes - {Route.BATCH}):
             self._stream(lane, plan)
 
@@ -257,6 +264,8 @@ class Dispatcher:
         )
         while self._limit.left != 0:
             self._raise_if_stopped()
+            if self._is_below_minimum(batches.backend.limits.min_requests):
+                return
             done = batches.submit(
                 order, self._question.call, self._question.prefix, judge,
                 after=position, size=self._limit.fit(size),
@@ -294,6 +303,24 @@ class Dispatcher:
             context.warn(f"no more batches now: {done.message}; the rest stays pending")
             self._blocked_until = time.monotonic() + max(pause, _BLOCKED_SECONDS)
             return
+
+    def _is_below_minimum(self, least: int) -> bool:
+        """Say if fewer requests are left for a batch than its provider takes."""
+        if least <= 1:
+            return False
+        free = self._context.ledger.count_wanted(lane=Route.BATCH).free
+        count = self._limit.fit(free)
+        if count >= least:
+            self._left_over = 0
+            return False
+        stays = count < free or self._declaration.route is RouteChoice.BATCH
+        if stays and 0 < free != self._left_over:
+            self._context.warn(
+                f"{count:,} requests are fewer than the provider takes in a batch ({least:,}), so "
+                "they stay pending; raise limit, or write route: auto or online"
+            )
+        self._left_over = free
+        return True
 
     def _batch_size(self, batches: Batches) -> int:
         """Return the most requests for the next batch: half of those that were too much."""

@@ -44,13 +44,13 @@ def place(declaration: Declaration) -> Declaration:
         mistakes.append(
             Mistake("route", f"got {route.value!r}, but {model} runs here; write engine or auto")
         )
-    elif route is RouteChoice.BATCH and not registry.has_batches(model):
+    elif route is RouteChoice.BATCH and not registry.has_batches(model, declaration.engine):
         mistakes.append(
             Mistake("route", f"got 'batch', but {model.provider} offers none; write online or auto")
         )
     # A batch is detached already, and which of both is meant should not hang on the job's size.
     may_be_batch = route is RouteChoice.BATCH or (
-        route is RouteChoice.AUTO and registry.has_batches(model)
+        route is RouteChoice.AUTO and registry.has_batches(model, declaration.engine)
     )
     if declaration.runner is Runner.DETACHED and may_be_batch:
         mistakes.append(

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from batchsql.backends.base import StreamBackend
 from batchsql.collecting import Collector
-from batchsql.completion import Completed, NotToldError, tell_completed
+from batchsql.completion import NotToldError, take_tellings
 from batchsql.context import RunContext
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import (
@@ -532,6 +532,10 @@ class EnrichmentRun:
             self._stream_tries = dispatcher.stream_tries
             self._count(dispatcher.counts)
 
+    def drop_queue(self) -> None:
+        """Empty the queue for workers, where an earlier run has left one."""
+        self.context.ledger.drop_queue(self.context.enrichment)
+
     def _count(self, sent: ShipCounts) -> None:
         """Take over what was sent, and what came of it, in this run."""
         self.counts = replace(
@@ -552,15 +556,14 @@ class EnrichmentRun:
         on_complete, ledger = self.declaration.on_complete, self.context.ledger
         if on_complete is None:
             return
-        for enrichment, requests in ledger.read_completions():
-            if enrichment != self.context.enrichment:
-                continue
+        for telling in take_tellings(ledger, {self.context.enrichment: on_complete}):
             try:
-                tell_completed(on_complete, Completed(enrichment, requests.results, requests.dead))
+                telling.tell()
             except NotToldError as error:
+                ledger.give_back_completion(telling.completion)
                 self.context.warn(str(error))
             else:
-                ledger.close_completion(enrichment)
+                ledger.close_completion(telling.completion)
 
     def close(self) -> None:
         """Close the connections to the providers."""

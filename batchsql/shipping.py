@@ -93,6 +93,7 @@ class _Pass:
     epochs: dict[str, int] = field(default_factory=dict)
     finished: list[Attempt] = field(default_factory=list)
     began: dict[str, float] = field(default_factory=dict)
+    fed_at: float | None = None
     first_at: float | None = None
     started_at: float = field(default_factory=time.monotonic)
     flushed_at: float = field(default_factory=time.monotonic)
@@ -250,6 +251,10 @@ class Shipper:
         """Claim shard after shard, each when the one before has been taken whole."""
         position = 0
         while not (self._stop.is_set() or self._limit.is_reached or self._is_over()):
+            if self._backend.capabilities.is_engine and self._ledger.free_lost_shards():
+                # What a worker that is gone had claimed may lie before what was claimed here last.
+                self._ledger.trim_todo()
+                position = 0
             shard, last = self._ledger.claim(
                 self._order,
                 after=position,
@@ -260,6 +265,7 @@ class Shipper:
                 return
             position = last
             if shard is not None:
+                state.fed_at = state.fed_at or time.monotonic()
                 self._limit.take(sum(claim.attempt_number == 0 for claim in shard.claims))
                 self._limit.take_shard()
                 state.epochs[shard.shard_id] = shard.epoch
@@ -276,7 +282,7 @@ class Shipper:
             abilities.shard_requests,
             abilities.slots,
             state.handled,
-            now - (state.first_at or now),
+            now - (state.fed_at or now),
             lambda: self._ledger.count_share(self._order.spec_version, self._order.owner),
         )
 

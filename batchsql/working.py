@@ -156,6 +156,7 @@ class Worker:
             shipper.ship()
         finally:
             self._counts += shipper.counts
+        self._ledger.trim_queue(queue.enrichment)
 
     def _read(self, queue: Queue) -> Asked | None:
         asked = read_asked(self._ledger, queue.spec_version, queue.model, queue.settings)

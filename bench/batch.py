@@ -56,6 +56,8 @@ def make_rows(
 
 
 def run_ours(url: str, path: Path, batch_requests: int) -> tuple[float, dict[str, Any]]:
+    import openai  # noqa: F401  of the process's start, for the script as well
+
     with duckdb.connect(str(path)) as connection:
         # What DuckDB keeps of the table in its cache is not ours to count.
         connection.execute(f"set memory_limit = '{DUCKDB_MEMORY}'")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from datetime import datetime, timedelta
@@ -48,6 +47,7 @@ from batchsql.backends.batch import (
     account_of,
     is_of_shard,
     iter_lines,
+    read_clock,
 )
 from batchsql.backends.endpoint import Endpoint, is_same_origin, scrub
 from batchsql.backends.loop import submit
@@ -162,7 +162,7 @@ class AnthropicBatch:
         import httpx2
 
         async def check_time(request: Any) -> None:
-            if must_end_by - time.monotonic() < LIMITS.create_seconds / 2:
+            if must_end_by - read_clock() < LIMITS.create_seconds / 2:
                 raise TimeoutError("it was not begun, since too little time is left for it")
 
         async def send() -> _Reply:
@@ -178,7 +178,7 @@ class AnthropicBatch:
                 )
 
         try:
-            return await asyncio.wait_for(send(), must_end_by - time.monotonic())
+            return await asyncio.wait_for(send(), must_end_by - read_clock())
         except asyncio.TimeoutError:
             return Failure(Outcome.TRANSIENT, "no reply in the time that was left for it")
 
@@ -324,17 +324,17 @@ class AnthropicBatch:
     ) -> httpx2.Response:
         import httpx2
 
+        own_path = f"{_path(provider_batch_id)}/results"
         try:
             if not urlsplit(url).netloc:
-                url = f"{_path(provider_batch_id)}/results"
+                url = own_path
                 is_ours = True
             else:
                 is_ours = is_same_origin(url, self._endpoint.base_url)
         except ValueError:
             raise BackendError(f"the results of batch {provider_batch_id} have no URL") from None
         if is_ours:
-            getting = self._client().get(url, cast_to=httpx2.Response, stream=True)
-            return self._good(await read_reply(getting), provider_batch_id)
+            return self._good(await self._get_stream(url), provider_batch_id)
         # Another origin gets no credentials.
         client = httpx2.AsyncClient(follow_redirects=False, timeout=REPLY_SECONDS)
         await stack.enter_async_context(client)
@@ -343,9 +343,18 @@ class AnthropicBatch:
             await reply.aread()
             reply = read_error_reply(reply.status_code, reply.headers, reply.content)
         if isinstance(reply, (ErrorReply, Failure)):
+            # A gateway may pass on the URL of the provider behind it, which wants a key.
+            own = await self._get_stream(own_path)
+            if isinstance(own, httpx2.Response):
+                return own
             # Whatever it says concerns this URL; the next look at the batch gives another.
             raise ProviderBusyError(self._say(f"{urlsplit(url).netloc}: {reply.message}"))
         return reply
+
+    async def _get_stream(self, url: str) -> _Reply:
+        import httpx2
+
+        return await read_reply(self._client().get(url, cast_to=httpx2.Response, stream=True))
 
     # --- the wire -------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,6 +18,7 @@ from batchsql.backends.batch import (
     BatchLine,
     BatchState,
     BatchStatus,
+    read_clock,
     request_key_of,
 )
 from batchsql.backends.online import Answer, ErrorReply, Failure
@@ -153,7 +153,7 @@ class Body:
     def _check(self, *, is_read: bool) -> None:
         if not is_read:
             raise EOFError(f"{self._lines} became shorter while it was sent")
-        if time.monotonic() >= self._must_end_by:
+        if read_clock() >= self._must_end_by:
             raise TimeoutError("the time that was left for it is over")
 
 
@@ -167,7 +167,7 @@ def parse_line(line: bytes, clean: Callable[[str], str]) -> BatchLine:
         entry = read_json(line)
         custom_id = str(entry["custom_id"])
         result = _parse_result(entry["result"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         shown = line[:100].decode(errors="replace")
         result = Failure(Outcome.TRANSIENT, f"not a line of results: {shown!r}")
     key = request_key_of(custom_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +20,9 @@ from typing import Any, Protocol
 
 from batchsql.errors import BackendError
 from batchsql.types import Call, Completion, Request
+
+BUFFER_BYTES = 1 << 20
+"""How much of a file of lines is read or written at once: a line is often shorter than 1 kB."""
 
 _CUSTOM_ID = re.compile(r"([0-9a-f]{32})-([0-9a-f]{24})")
 
@@ -143,7 +147,7 @@ class ListedBatch:
     """The shard that it says it belongs to, where the provider keeps such a mark."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchLine:
     """One line of a batch's results. ``request_key`` is empty where the id is not one of ours."""
 
@@ -227,8 +231,9 @@ class BatchBackend(Protocol):
         """Create the batch by one call, which nothing repeats.
 
         The call is not begun, right before the first byte leaves, when less than half of
-        ``limits.create_seconds`` is left until ``must_end_by`` (of ``time.monotonic``), and is
-        broken off at that moment: a process that was stopped in between submits nothing late.
+        ``limits.create_seconds`` is left until ``must_end_by`` (of ``read_clock``), and is
+        broken off at that moment: a process that was stopped in between, or a machine that was
+        suspended, submits nothing late.
 
         Raises:
             NotCreatedError: there surely is no batch.
@@ -283,6 +288,12 @@ class BatchBackend(Protocol):
         ...
 
 
+def read_clock() -> float:
+    """Return seconds that nobody sets back and that a suspended machine counts, where it can."""
+    counts_sleep = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux
+    return time.monotonic() if counts_sleep is None else time.clock_gettime(counts_sleep)
+
+
 def custom_id(request_key: str, shard_id: str) -> str:
     """Return the id of a request in a batch: its key and the first 24 digits of its shard.
 
@@ -315,7 +326,7 @@ def iter_lines(file: Path) -> Iterator[bytes]:
 
     The text of an answer may hold U+2028 and others that ``str.splitlines`` would break at.
     """
-    with file.open("rb") as lines:  # in binary, LF is the only line end there is
+    with file.open("rb", BUFFER_BYTES) as lines:  # in binary, LF is the only line end there is
         for line in lines:
             if stripped := line.strip(b"\r\n\t "):
                 yield stripped

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import cached_property, partial
@@ -35,6 +34,7 @@ from batchsql.backends.batch import (
     ShardLabel,
     account_of,
     iter_lines,
+    read_clock,
 )
 from batchsql.backends.bedrock import (
     classify_error,
@@ -142,7 +142,7 @@ class BedrockBatch:
         try:
             creating = asyncio.wait_for(
                 in_thread(partial(self._create, shard, uploaded, must_end_by)),
-                must_end_by - time.monotonic(),
+                must_end_by - read_clock(),
             )
             reply = submit(creating).result()
         except asyncio.TimeoutError:
@@ -157,7 +157,7 @@ class BedrockBatch:
 
     def _create(self, shard: ShardLabel, uploaded: str | None, must_end_by: float) -> Any:
         def check_time(**_: object) -> None:
-            if must_end_by - time.monotonic() < LIMITS.create_seconds / 2:
+            if must_end_by - read_clock() < LIMITS.create_seconds / 2:
                 raise _TooLateError("it was not begun, since too little time is left for it")
 
         client = self._aws.client("bedrock", _CREATE_READ_SECONDS, tries=1)

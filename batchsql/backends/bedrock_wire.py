@@ -48,6 +48,7 @@ _STATES = {
     "Expired": BatchState.EXPIRED,
     "Failed": BatchState.FAILED,
 }
+_HTTP_STATUSES = frozenset(str(status) for status in range(100, 600))
 _UNCHECKED = frozenset({"Submitted", "Validating"})
 # A job that failed has a message and no code, and AWS does not list the messages.
 _FAULTS = (
@@ -105,17 +106,18 @@ def parse_line(line: bytes) -> BatchLine:
     if not isinstance(custom_id, str):
         custom_id, record = "", {}
     output, refusal = record.get("modelOutput"), record.get("error")
-    result: Answer | Failure
-    if isinstance(output, dict):
-        result = read_answer(output)
-    elif isinstance(refusal, dict):
-        code = str(refusal.get("errorCode"))
-        message = str(refusal.get("errorMessage") or "no reason given")
-        result = classify_error(ErrorReply(int(code) if code.isdigit() else 400, message, code))
-    else:
-        result = Failure(
-            Outcome.TRANSIENT, f"the line holds neither an answer nor an error: {line[:100]!r}"
-        )
+    result: Answer | Failure = Failure(
+        Outcome.TRANSIENT, f"the line holds neither an answer nor an error: {line[:100]!r}"
+    )
+    with contextlib.suppress(RecursionError):  # orjson reads deeper than Python shows
+        if isinstance(output, dict):
+            result = read_answer(output)
+        elif isinstance(refusal, dict):
+            code = str(refusal.get("errorCode"))
+            message = str(refusal.get("errorMessage") or "no reason given")
+            result = classify_error(
+                ErrorReply(int(code) if code in _HTTP_STATUSES else 400, message, code)
+            )
     key = request_key_of(custom_id)
     if isinstance(result, Answer):
         return BatchLine(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from batchsql.errors import SystemicError
+from batchsql.errors import MissingExtraError, SystemicError
 from batchsql.types import ModelRef
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No pickles (.bin, .pt): a file from the hub must not be able to run code.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -21,14 +24,63 @@ _TENSOR_BYTES = 4096
 _BLOCK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's weights, tokenizer and configuration: a folder, or a model of the hub.
+
+    ``path`` is the folder, or None for a model of the hub that is fetched when it is first needed:
+    its ``commit`` says already what is in it.
+    """
+
+    model: ModelRef
+    path: Path | None
+    commit: str | None = None
+    with_code: bool = False
+    load_format: str | None = None
+
+    def folder(self) -> Path:
+        """Return the folder, fetched from the hub if it has to be.
+
+        Raises:
+            SystemicError: it cannot be fetched, or holds no weights.
+        """
+        folder = self.path or _download(self.model, self.commit, self.with_code)
+        if self.load_format is None and not has_weights(folder):
+            raise SystemicError(
+                f"model {self.model}: {folder} holds no .safetensors file; convert the weights, or "
+                "say with engine.load_format how they are stored"
+            )
+        return folder
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return what makes this checkpoint's answers; needs the folder unless a commit is known.
+
+        Raises:
+            SystemicError: a file in the folder is broken.
+        """
+        if self.path is None:
+            return {"hub_commit": self.commit}
+        return {
+            "checkpoint_sha256": folder_sha256(self.path),
+            "chat_template_sha256": chat_template_sha256(self.path),
+        }
+
+
 def find_checkpoint(
-    model: ModelRef, project_root: Path, revision: str | None, *, with_code: bool
-) -> Path:
-    """Return the folder of a model: one on this machine, or one of the Hugging Face hub.
+    model: ModelRef,
+    project_root: Path,
+    revision: str | None,
+    *,
+    with_code: bool,
+    load_format: str | None = None,
+) -> Checkpoint:
+    """Find a model: a folder on this machine, or a model of the Hugging Face hub.
 
     A folder is named from the project's root and comes before a hub id of the same name. A model of
-    the hub is downloaded into the hub's usual cache, its safetensors only; without a network the
-    cached copy is taken. ``with_code`` fetches the model's own Python files too.
+    the hub goes into the hub's usual cache, its safetensors only; without a network the cached copy
+    is taken. It is fetched at once unless its revision is a commit, whose content never changes.
+    ``with_code`` fetches the model's own Python files too; with a ``load_format`` the weights may
+    be something else than safetensors.
 
     Raises:
         SystemicError: there is no such folder or model, or it holds no weights.
@@ -40,18 +92,30 @@ def find_checkpoint(
                 f"model {model} is a folder, which has no revisions; remove engine.revision, or "
                 "name a model of the hub"
             )
-        return folder.resolve()
+        found = Checkpoint(model, folder.resolve(), load_format=load_format)
+        found.folder()
+        return found
     if not _HUB_ID.fullmatch(model.name):
         raise SystemicError(
             f"model {model}: there is no folder {folder}; accepted: vllm/<folder>, from the "
             "project's root or absolute, and vllm/<organisation>/<name> of the Hugging Face hub"
         )
-    return _download(model, revision, with_code)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return Checkpoint(model, None, revision, with_code, load_format)
+    fetched = Checkpoint(model, _download(model, revision, with_code), load_format=load_format)
+    fetched.folder()
+    return fetched
 
 
 def _download(model: ModelRef, revision: str | None, with_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MissingExtraError(
+            f"model {model} has to be fetched from the Hugging Face hub, which needs packages that "
+            "are not installed; run: pip install 'batchsql[vllm]', or name a commit as "
+            "engine.revision, so that only the machine that runs it has to fetch it"
+        ) from None
     try:
         found = snapshot_download(
             model.name,

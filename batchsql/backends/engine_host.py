@@ -45,10 +45,11 @@ class EngineHost:
     def figures(self) -> Mapping[str, float]:
         """Return the engine's own figures and the host's; empty while nothing is loaded."""
         owner = self._owner
-        if owner is None or owner.core is None:
+        core = None if owner is None else owner.core  # the owner's thread may put it down now
+        if owner is None or core is None:
             return {}
         return {
-            **owner.core.figures(),
+            **core.figures(),
             "load_seconds": owner.load_seconds,
             "busy_seconds": owner.busy_seconds,
             "deaths": float(owner.deaths),

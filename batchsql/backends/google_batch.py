@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import json
 import re
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -38,6 +37,7 @@ from batchsql.backends.batch import (
     ShardLabel,
     account_of,
     iter_lines,
+    read_clock,
 )
 from batchsql.backends.endpoint import Endpoint, scrub
 from batchsql.backends.google import (
@@ -209,7 +209,7 @@ class GoogleBatch:
         path = f"{model_path(self._model)}:batchGenerateContent"
         try:
             return await asyncio.wait_for(
-                read_reply(client.call("post", path, body)), sending.must_end_by - time.monotonic()
+                read_reply(client.call("post", path, body)), sending.must_end_by - read_clock()
             )
         except _TooLateError:
             return Failure(Outcome.TRANSIENT, "too little time is left to create it")
@@ -238,7 +238,7 @@ class GoogleBatch:
             return NotCreatedError(fault, message, reply.retry_after_seconds)
         if failure.outcome is Outcome.TRANSIENT:
             return None
-        return NotCreatedError(BatchFault.SYSTEMIC, message)
+        return self._systemic(failure)  # the next batch is made like this one
 
     def find(self, shard: ShardLabel) -> Finding:
         since = shard.created_after and shard.created_after - _CLOCKS_DIFFER
@@ -319,8 +319,8 @@ class GoogleBatch:
 
     def fetch(self, provider_batch_id: str, folder: Path, call: Call) -> Iterator[BatchLine]:
         batch = self._get(provider_batch_id)
-        state = read_status(batch).state
-        if not state.is_final:
+        status = read_status(batch)
+        if not status.state.is_final:
             raise ProviderBusyError(f"batch {batch.name} has no results yet")
         file = folder / f"{re.sub(r'[^A-Za-z0-9_-]', '_', batch.name)[:100]}.jsonl"
         output = batch.output
@@ -330,7 +330,10 @@ class GoogleBatch:
             with file.open("wb") as copy:
                 for entry in output.inlined_responses.inlined_responses:
                     copy.write(json.dumps(entry).encode() + b"\n")
-        elif state is BatchState.COMPLETED:
+        elif status.state is BatchState.COMPLETED:
+            until = status.results_until
+            if until is not None and datetime.now(timezone.utc) < until:
+                raise ProviderBusyError(f"batch {batch.name} has ended but shows no results yet")
             raise BatchGoneError(f"Google has deleted the results of batch {batch.name}")
         else:
             return iter(())
@@ -430,7 +433,7 @@ class _Sending:
         # The names are documented: https://www.encode.io/httpcore/extensions/#trace
         if event.endswith(".send_request_headers.started"):
             # The connection stands; the next thing is the first byte.
-            if self.must_end_by - time.monotonic() < LIMITS.create_seconds / 2:
+            if self.must_end_by - read_clock() < LIMITS.create_seconds / 2:
                 raise _TooLateError
         elif event.endswith(".send_request_body.complete"):
             self.is_whole = True

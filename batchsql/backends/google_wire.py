@@ -190,7 +190,7 @@ def parse_line(line: bytes) -> BatchLine:
             said = parse_answer(entry["response"])
         else:
             said = _line_failure(entry["error"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         custom_id = ""
         said = Failure(Outcome.TRANSIENT, f"the line is no result: {line[:100]!r}")
     key = request_key_of(custom_id)

@@ -72,7 +72,7 @@ _CLOSE_SECONDS = 0.5
 _MAX_MESSAGE_CHARS = 500
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What a model said, and how it ended."""
 
@@ -451,7 +451,7 @@ def read_error_reply(status: int, headers: Mapping[str, str], content: bytes) ->
     """Return what an error reply says, in any of the forms that the servers use."""
     try:
         parsed = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     body = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     if isinstance(body, str):
@@ -541,7 +541,7 @@ def lost_connection(error: Exception) -> Failure:
 def tokens(counts: object, name: str) -> int:
     """Return a count of a reply's usage, 0 where the server gives none."""
     value = counts.get(name) if isinstance(counts, dict) else None
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value < 1 << 63 else 0
 
 
 def only_headers(

@@ -80,6 +80,10 @@ _TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_err
 _TOO_LONG_TEXT = re.compile(
     r"maximum context length|maximum model length|exceeds the available context", re.IGNORECASE
 )
+# What vLLM says of a schema that its grammar backends cannot hold a model to; it names no field.
+_REFUSED_SCHEMA_TEXT = re.compile(
+    r"Grammar error|into a grammar|schema contains features not supported|grammar specification"
+)
 _SYSTEMIC_CODES = frozenset(
     {
         "insufficient_quota",
@@ -314,7 +318,9 @@ def classify_error(reply: ErrorReply) -> Failure:
             return Failure(Outcome.TOO_LONG, said)
         if "content_filter" in names:
             return Failure(Outcome.FILTERED, said)
-        if reply.param and re.split(r"[.\[]", reply.param)[0] in _FIXED_FIELDS:
+        # vLLM names a field that has a wrong type or length as a part of the body.
+        field = re.split(r"[.\[]", (reply.param or "").removeprefix("body."))[0]
+        if field in _FIXED_FIELDS or _REFUSED_SCHEMA_TEXT.search(reply.message):
             # A parameter or the schema, which all requests have in common.
             return failure_of_all(reply)
     return failure_by_status(reply)

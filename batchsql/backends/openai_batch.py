@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from batchsql.backends.batch import (
     BatchFault,
+    BatchGoneError,
     BatchLimits,
     BatchLine,
     BatchStatus,
@@ -220,10 +221,16 @@ class OpenAIBatch:
             # They are paid for, so rather wait than ask again.
             said = f"{what}: it has {status.ok} answers but names no file of them yet"
             raise ProviderBusyError(self._calls.say(said))
-        files = []
+        files: list[Path] = []
         for kind, file_id in _result_files(batch):
-            files.append(folder / f"{kind}.jsonl")
-            self._download(f"{what}, its {kind} file", file_id, files[-1])
+            file = folder / f"{kind}.jsonl"
+            try:
+                self._download(f"{what}, its {kind} file", file_id, file)
+            except BatchGoneError:
+                if not files:  # without the other file's lines nothing is paid for twice
+                    raise
+            else:
+                files.append(file)
         return self._lines(files, call.schema)
 
     def cancel(self, provider_batch_id: str) -> None:

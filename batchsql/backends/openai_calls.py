@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import orjson
 
-from batchsql.backends.batch import BatchGoneError, ProviderBusyError
+from batchsql.backends.batch import BatchGoneError, ProviderBusyError, read_clock
 from batchsql.backends.endpoint import Endpoint, scrub
 from batchsql.backends.loop import submit
 from batchsql.backends.online import ErrorReply, Failure, read_retry_after
@@ -79,13 +78,13 @@ class OpenAICalls:
     def reply_to_once(self, begin: Begin, start: Start, must_end_by: float) -> Any:
         """Return as ``reply_to`` does for a call that may cost money; ``begin`` must not repeat it.
 
-        It is begun if ``start`` allows it, and broken off at ``must_end_by`` of the monotonic
-        clock. Once it is begun, whatever goes wrong is returned as a ``Failure``.
+        It is begun if ``start`` allows it, and broken off at ``must_end_by`` of
+        ``read_clock``. Once it is begun, whatever goes wrong is returned as a ``Failure``.
         """
 
         async def run() -> Any:
             _starting.set(start)
-            left = must_end_by - time.monotonic()
+            left = must_end_by - read_clock()
             try:
                 start.check()
                 return await asyncio.wait_for(outcome_of(begin(self._open())), left)
@@ -224,13 +223,13 @@ class _TooLateError(Exception):
 
 @dataclass
 class Start:
-    """Keeps a request from being begun after ``latest`` of the monotonic clock."""
+    """Keeps a request from being begun after ``latest`` of ``read_clock``."""
 
     latest: float
     is_begun: bool = False
 
     def check(self) -> None:
-        if time.monotonic() > self.latest:
+        if read_clock() > self.latest:
             raise _TooLateError
 
     async def trace(self, event: str, info: Mapping[str, Any]) -> None:

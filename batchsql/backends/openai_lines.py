@@ -63,8 +63,8 @@ def batch_encoder(call: Call, *, is_compatible: bool) -> Callable[[str, Request]
     end = b"," + shared + b"}"
 
     def encode(custom_id: str, request: Request) -> bytes:
-        custom = orjson.dumps(custom_id)
-        return b'{"custom_id":' + custom + middle + orjson.dumps(request.messages) + end
+        custom, messages = orjson.dumps(custom_id), orjson.dumps(request.messages)
+        return b"".join((b'{"custom_id":', custom, middle, messages, end))
 
     return encode
 
@@ -83,7 +83,11 @@ def parse_line(text: bytes, schema: Mapping[str, Any]) -> BatchLine:
         shown = text[:100].decode(errors="replace")
         failure = Failure(Outcome.TRANSIENT, f"a line of the results is unreadable: {shown!r}")
         return BatchLine("", _completion("", failure))
-    return BatchLine(custom_id, _completion(request_key_of(custom_id), _parse_result(line, schema)))
+    try:
+        result = _parse_result(line, schema)
+    except RecursionError:  # orjson reads deeper than json writes
+        result = Failure(Outcome.TRANSIENT, "a line of the results is nested too deeply")
+    return BatchLine(custom_id, _completion(request_key_of(custom_id), result))
 
 
 def parse_json(text: bytes) -> Any:
@@ -111,7 +115,9 @@ def _parse_result(line: Mapping[str, Any], schema: Mapping[str, Any]) -> Answer 
         return parse_answer(body, schema)
     if not isinstance(status, int):
         return Failure(Outcome.TRANSIENT, f"the line has no status: {status!r}")
-    failure = classify_error(read_error_reply(status, {}, orjson.dumps(body) if body else b""))
+    failure = classify_error(
+        read_error_reply(status, {}, json.dumps(body).encode() if body else b"")
+    )
     if failure.outcome is not None:
         return failure
     said = failure.message
@@ -123,12 +129,9 @@ def _parse_result(line: Mapping[str, Any], schema: Mapping[str, Any]) -> Answer 
 def _completion(request_key: str, result: Answer | Failure) -> Completion:
     if isinstance(result, Answer):
         return Completion(
-            request_key,
-            result.text,
-            result.finish_reason,
-            result.usage,
-            model_reported=result.model_reported,
-        )
+            request_key, result.text, result.finish_reason, result.usage, None, None,
+            result.model_reported,
+        )  # fmt: skip
     return Completion(
         request_key, None, None, result.usage, failure=result.outcome, error=result.message
     )

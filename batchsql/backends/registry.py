@@ -19,6 +19,7 @@ from batchsql.backends import (
     openai,
     openai_batch,
     vllm,
+    vllm_ray,
 )
 from batchsql.backends.base import StreamBackend
 from batchsql.backends.batch import BatchBackend
@@ -43,6 +44,8 @@ class _Provider:
     check_options: CheckOptions = lambda engine: []
     batch_opener: BatchOpener | None = None
     is_engine: bool = False
+    batch_option: str | None = None
+    """The engine option without which there are no batches."""
 
 
 # A provider's module imports its SDK or engine only inside its functions, so naming it is cheap.
@@ -61,6 +64,7 @@ _PROVIDERS: dict[str, _Provider] = {
         openai.COMPATIBLE_OPTIONS,
         openai.check_compatible,
         openai_batch.open_compatible_batch,
+        batch_option="batches",
     ),
     "google": _Provider(
         google.open_google,
@@ -83,7 +87,7 @@ _PROVIDERS: dict[str, _Provider] = {
         aws.check_aws,
         bedrock_batch.open_bedrock_batch,
     ),
-    "vllm": _Provider(vllm.open_vllm, vllm.PARAMS, None, vllm.check_vllm, is_engine=True),
+    "vllm": _Provider(vllm_ray.open_engine, vllm.PARAMS, None, vllm.check_vllm, is_engine=True),
 }
 
 
@@ -134,10 +138,12 @@ def stays_inside(model: ModelRef, engine: Mapping[str, Any]) -> bool:
     return is_engine(model) or engine.get("internal") is True
 
 
-def has_batches(model: ModelRef) -> bool:
-    """Return whether a model's provider may offer batches, depending on the options."""
+def has_batches(model: ModelRef, engine: Mapping[str, Any]) -> bool:
+    """Return whether a model's provider offers batches under these options."""
     provider = _PROVIDERS.get(model.provider)
-    return provider is not None and provider.batch_opener is not None
+    if provider is None or provider.batch_opener is None:
+        return False
+    return provider.batch_option is None or bool(engine.get(provider.batch_option))
 
 
 def open_backend(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> StreamBackend:

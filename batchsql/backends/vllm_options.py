@@ -26,8 +26,13 @@ PARAMS: Mapping[str, Param] = {
     "stop": Param("texts", maximum=16),
 }
 LORA = "lora"
+EXECUTOR, RAY_ADDRESS, RAY_ACTORS = "executor", "ray_address", "ray_actors"
+EXECUTOR_OPTIONS = frozenset({EXECUTOR, RAY_ADDRESS, RAY_ACTORS})  # not for vLLM itself
+IN_PROCESS, ON_RAY = "process", "ray"
 _TYPED: Mapping[str, Param] = {
     LORA: Param("text"),
+    RAY_ADDRESS: Param("text"),
+    RAY_ACTORS: Param("integer", 1, 10_000),
     "max_model_len": Param("integer", 16, 10_485_760),
     "max_num_seqs": Param("integer", 1, 65_536),
     "max_num_batched_tokens": Param("integer", 1, 10_485_760),
@@ -82,15 +87,17 @@ def check_vllm(engine: Mapping[str, Any]) -> list[Mistake]:
     installed, and checked again where the engine is opened.
     """
     known = engine_arguments()
-    mistakes = []
+    mistakes = _check_executor(engine)
     for name, value in engine.items():
         where = f"engine.{name}"
+        if name == EXECUTOR:
+            continue
         if name in _RESERVED:
             mistakes.append(Mistake(where, f"cannot be given: {_RESERVED[name]}"))
         elif name in _TYPED:
             mistakes += check_values({name: value}, _TYPED, "engine")
         elif known and name not in known:
-            accepted = sorted({LORA, *known} - set(_RESERVED))
+            accepted = sorted({LORA, *EXECUTOR_OPTIONS, *known} - set(_RESERVED))
             near = difflib.get_close_matches(name, accepted, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             mistakes.append(
@@ -100,6 +107,29 @@ def check_vllm(engine: Mapping[str, Any]) -> list[Mistake]:
                     f" Accepted: {', '.join(accepted)}",
                 )
             )
+    return mistakes
+
+
+def _check_executor(engine: Mapping[str, Any]) -> list[Mistake]:
+    executor = engine.get(EXECUTOR, IN_PROCESS)
+    if executor not in (IN_PROCESS, ON_RAY):
+        said = f"got {show_value(EXECUTOR, executor)}; accepted: {IN_PROCESS}, {ON_RAY}"
+        return [Mistake(f"engine.{EXECUTOR}", said)]
+    mistakes = []
+    if executor == IN_PROCESS:
+        mistakes = [
+            Mistake(f"engine.{name}", f"is for engine.{EXECUTOR}: {ON_RAY} alone; add that")
+            for name in (RAY_ADDRESS, RAY_ACTORS)
+            if name in engine
+        ]
+    if str(engine.get(RAY_ADDRESS, "")).startswith("ray://"):
+        mistakes.append(
+            Mistake(
+                f"engine.{RAY_ADDRESS}",
+                "Ray's client (ray://) cannot run this; run dbt on a node of the cluster, and give "
+                "auto or host:port",
+            )
+        )
     return mistakes
 
 

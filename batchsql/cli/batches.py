@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +25,7 @@ from batchsql.cli.screen import ago, number, print_json, print_table, say, worki
 from batchsql.progress import format_seconds
 
 if TYPE_CHECKING:
-    from batchsql.completion import Completed
+    from batchsql.completion import Telling
     from batchsql.dbt_project import ProjectOptions
     from batchsql.rounds import Round, Rounds
     from batchsql.warehouse.batch_shards import BatchShard
@@ -77,14 +77,14 @@ def collect(
         pause = FIRST_PAUSE_SECONDS
         total: list[Round] = []
         while True:
-            made = with_lock(lock_seconds, lambda: _make_round(options, names, stop))
+            made = with_lock(lock_seconds, lambda: _make_round(options, names, stop), stop)
             if made is None:
                 say(NO_LEDGER) if not as_json else print_json({"moved": [], "open": []})
                 return
             total.append(made.round)
             if not as_json:
                 _print_round(made.round)
-            tell(options, made.completed, lock_seconds)
+            tell(options, made.tellings, lock_seconds, stop)
             is_over = not made.round.open or made.round.errors or time.monotonic() >= until
             if is_over or stop.is_set():
                 break
@@ -121,7 +121,9 @@ def cancel(
         which = ", ".join(names) or "all models"
         click.confirm(f"Cancel the open batches of {which}?", abort=True)
     with stopping() as stop:
-        made = with_lock(lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True))
+        made = with_lock(
+            lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True), stop
+        )
     if made is None:
         say(NO_LEDGER)
         return
@@ -132,19 +134,20 @@ def cancel(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """A round, and the enrichments that have every answer now with whom to tell."""
+    """A round, and what it completed, with whom to tell of that."""
 
     round: Round
-    completed: list[tuple[Any, Completed]]
+    tellings: list[Telling]
 
 
 def _make_round(
-    options: ProjectOptions, names: Sequence[str], stop: threading.Event, is_cancel: bool = False
+    options: ProjectOptions, names: Sequence[str], stop: Event, is_cancel: bool = False
 ) -> _Made | None:
     """Open the ledgers, make a round over each, and close them again."""
-    from batchsql.completion import Completed
+    from batchsql.completion import take_tellings
 
-    rounds, completed = [], []
+    rounds: list[Round] = []
+    tellings: list[Telling] = []
     with working() as on_step, found_ledgers(options, names) as found:
         if not found:
             return None
@@ -157,14 +160,11 @@ def _make_round(
                 rounds.append(act(enrichments))
             finally:
                 maker.close()
-            for enrichment, requests in each.ledger.read_completions():
-                if enrichment in each.on_complete:
-                    told = Completed(enrichment, requests.results, requests.dead)
-                    completed.append((each.on_complete[enrichment], told))
-    return _Made(_joined(rounds), completed)
+            tellings += take_tellings(each.ledger, each.on_complete)
+    return _Made(_joined(rounds), tellings)
 
 
-def _open_rounds(ledger: Any, root: Any, stop: threading.Event, on_step: Any) -> Rounds:
+def _open_rounds(ledger: Any, root: Any, stop: Event, on_step: Any) -> Rounds:
     from batchsql.backends.registry import open_backend, open_batch_backend
     from batchsql.pricing import open_prices
     from batchsql.rounds import Rounds
@@ -195,37 +195,43 @@ def _joined(rounds: Sequence[Round]) -> Round:
 
 
 def tell(
-    options: ProjectOptions, completed: Sequence[tuple[Any, Completed]], lock_seconds: float
+    options: ProjectOptions, tellings: Sequence[Telling], lock_seconds: float, stop: Event
 ) -> None:
     """Tell of what is complete, while no connection is open: the command may be a dbt run."""
-    if told := tell_each(completed):
-        with_lock(max(lock_seconds, 60.0), lambda: _close_completions(options, told))
+    if not tellings:
+        return
+    told = [is_told(each) for each in tellings]
+
+    def settle() -> None:
+        with found_ledgers(options, ()) as found:
+            by_schema = {each.ledger.schema: each.ledger for each in found}
+            for each, was_told in zip(tellings, told, strict=True):
+                ledger = by_schema[each.schema]
+                if was_told:
+                    ledger.close_completion(each.completion)
+                else:
+                    ledger.give_back_completion(each.completion)
+
+    with_lock(max(lock_seconds, 60.0), settle, stop)
 
 
-def tell_each(completed: Sequence[tuple[Any, Completed]]) -> list[str]:
-    """Tell of what is complete; return the enrichments of which it was told."""
-    from batchsql.completion import NotToldError, tell_completed
+def is_told(telling: Telling) -> bool:
+    """Tell of what is complete; say why where nobody could be told."""
+    from batchsql.completion import NotToldError
 
-    told = []
-    for on_complete, each in completed:
-        try:
-            tell_completed(on_complete, each)
-        except NotToldError as error:
-            click.echo(str(error), err=True)
-        else:
-            told.append(each.enrichment)
-    return told
+    try:
+        telling.tell()
+    except NotToldError as error:
+        click.echo(str(error), err=True)
+        return False
+    return True
 
 
-def _close_completions(options: ProjectOptions, told: Sequence[str]) -> None:
-    with found_ledgers(options, ()) as found:
-        for each in found:
-            for enrichment in told:
-                each.ledger.close_completion(enrichment)
+def with_lock(seconds: float, act: Callable[[], Any], stop: Event) -> Any:
+    """Do something, waiting as long as asked while another process has the DuckDB file.
 
-
-def with_lock(seconds: float, act: Callable[[], Any]) -> Any:
-    """Do something, waiting as long as asked while another process has the DuckDB file."""
+    Once ``stop`` is set it waits no longer.
+    """
     from batchsql.dbt_project import explain_error, is_file_lock
 
     until = time.monotonic() + seconds
@@ -234,19 +240,19 @@ def with_lock(seconds: float, act: Callable[[], Any]) -> Any:
         try:
             return act()
         except Exception as error:
-            if not is_file_lock(error) or time.monotonic() >= until:
+            if not is_file_lock(error) or time.monotonic() >= until or stop.is_set():
                 raise
             if not is_said:
                 left = format_seconds(until - time.monotonic())
                 click.echo(f"{explain_error(error)}; waiting for at most {left}", err=True)
                 is_said = True
-        time.sleep(LOCK_PAUSE_SECONDS)
+        stop.wait(LOCK_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[threading.Event]:
+def stopping() -> Iterator[Event]:
     """Let Ctrl-C and SIGTERM end a command after the transaction that it is in."""
-    stop = threading.Event()
+    stop = Event()
     before = {
         each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)
     }

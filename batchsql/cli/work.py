@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml  # type: ignore[import-untyped]
 
-from batchsql.cli.batches import lock_wait, tell, tell_each, with_lock
+from batchsql.cli.batches import is_told, lock_wait, tell, with_lock
 from batchsql.cli.ledger import found_ledgers, model_name
 from batchsql.cli.options import Duration, ReadableFailure, json_option, opens_project
 from batchsql.cli.screen import clean, number, print_json, say
 
 if TYPE_CHECKING:
     from batchsql.cli.ledger import Found
-    from batchsql.completion import Completed
+    from batchsql.completion import Telling
     from batchsql.dbt_project import ProjectOptions
     from batchsql.shipping import SendLimit
     from batchsql.working import Worked, Worker
@@ -77,7 +77,8 @@ def work(
 
     A model with `runner: detached` is not answered by `dbt run`: the run queues what is new, builds
     with what is known, and ends. Workers do the rest, on any machine that reaches the warehouse and
-    has this project; the next run builds the table with their answers.
+    has this project; the next run builds the table with their answers. A worker never touches a
+    table of yours.
 
     Any number of workers share the queues. Each claims a shard of some ten minutes under a lease,
     writes answers as they come, and takes over what a worker that is gone had claimed. On SIGTERM
@@ -94,24 +95,23 @@ def work(
     """
     from batchsql.shipping import SendLimit, StoppedError
 
-    enrichments = None if select is None else _select(options, select)
-    if select is not None and not enrichments:
-        say(f"no llm model is selected by {select}")
-        return
     stop, drain = threading.Event(), threading.Event()
-    session = _Session(
-        options, enrichments, models or None, engine, idle_seconds,
-        SendLimit(None, max_shards, drain), stop,
-    )  # fmt: skip
-    with ending(stop, drain, grace_seconds), contextlib.suppress(StoppedError):
-        while with_lock(lock_seconds, session.work):
-            pass
-    tell(options, session.completed, lock_seconds)
+    limit = SendLimit(None, max_shards, drain)
+    with ending(stop, drain, grace_seconds):
+        enrichments = None if select is None else _select(options, select)
+        if select is not None and not enrichments:
+            say(f"no llm model is selected by {select}")
+            return
+        session = _Session(options, enrichments, models or None, engine, idle_seconds, limit, stop)
+        with contextlib.suppress(StoppedError):
+            while with_lock(lock_seconds, session.work, drain) and session.pause():
+                pass
+        tell(options, session.tellings, lock_seconds, stop)
     if as_json:
         print_json(session.document())
     else:
         say(session.summary())
-    if session.set_aside:
+    if session.set_aside and not limit.is_reached:
         raise ReadableFailure(
             "\n".join(f"{model_name(name)}: {why}" for name, why in session.set_aside.items())
         )
@@ -158,20 +158,34 @@ class _Session:
     idle_seconds: float | None
     limit: SendLimit
     stop: threading.Event
-    completed: list[tuple[Any, Completed]] = dataclasses.field(default_factory=list)
+    tellings: list[Telling] = dataclasses.field(default_factory=list)
     done: list[Worked] = dataclasses.field(default_factory=list)
     idle_since: float = dataclasses.field(default_factory=time.monotonic)
 
     def work(self) -> bool:
-        """Open the ledgers and work on them to the end; return whether to open them once more."""
+        """Open the ledgers and work on them to the end; return whether to look for some later."""
         with found_ledgers(self.options, ()) as found:
+            if not found:
+                return True
+            self._say_what_is_not_known(found[0])
             workers = [(each, self._worker(each)) for each in found]
             try:
-                return self._work(workers)
+                self._work(workers)
             finally:
                 self.done += [worker.worked for _, worker in workers]
+        return False
 
-    def _work(self, workers: Sequence[tuple[Found, Worker]]) -> bool:
+    def pause(self) -> bool:
+        """Wait while there is no ledger, which dbt run may make; return whether to go on."""
+        from batchsql.dbt_project import open_project
+
+        with open_project(self.options) as project:
+            if not project.has_foreign_writers:
+                return False
+        self._pause(LONGEST_PAUSE_SECONDS)
+        return not self.limit.is_reached and not self._is_idle_for_too_long()
+
+    def _work(self, workers: Sequence[tuple[Found, Worker]]) -> None:
         pause = FIRST_PAUSE_SECONDS
         while not self.limit.is_reached:
             has_worked = False
@@ -182,17 +196,14 @@ class _Session:
             if has_worked:
                 self.idle_since, pause = time.monotonic(), FIRST_PAUSE_SECONDS
                 continue
-            if any(worker.worked.set_aside for _, worker in workers) or self._is_over(workers):
-                return False
+            is_alone = any(not each.ledger.warehouse.has_foreign_writers for each, _ in workers)
+            has_set_aside = any(worker.worked.set_aside for _, worker in workers)
+            if is_alone or has_set_aside or self._is_idle_for_too_long():
+                return
             self._pause(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-            if not workers:  # dbt run may have made a ledger meanwhile
-                return True
-        return False
 
-    def _is_over(self, workers: Sequence[tuple[Found, Worker]]) -> bool:
-        if any(not each.ledger.warehouse.has_foreign_writers for each, _ in workers):
-            return True
+    def _is_idle_for_too_long(self) -> bool:
         idle = time.monotonic() - self.idle_since
         return self.idle_seconds is not None and idle >= self.idle_seconds
 
@@ -220,18 +231,25 @@ class _Session:
 
     def _look_for_completed(self, found: Found) -> None:
         """Tell of what is complete; where the command may need the file, after it is closed."""
-        from batchsql.completion import Completed
+        from batchsql.completion import take_tellings
 
-        now = []
-        for enrichment, requests in found.ledger.read_completions():
-            if enrichment in found.on_complete:
-                told = Completed(enrichment, requests.results, requests.dead)
-                now.append((found.on_complete[enrichment], told))
-        if found.ledger.warehouse.has_foreign_writers:
-            for enrichment in tell_each(now):
-                found.ledger.close_completion(enrichment)
-        else:
-            self.completed = now
+        tellings = take_tellings(found.ledger, found.on_complete)
+        if not found.ledger.warehouse.has_foreign_writers:
+            self.tellings += tellings
+            return
+        for each in tellings:
+            if is_told(each):
+                found.ledger.close_completion(each.completion)
+            else:
+                found.ledger.give_back_completion(each.completion)
+
+    @staticmethod
+    def _say_what_is_not_known(found: Found) -> None:
+        if not found.project.has_manifest:
+            _note(
+                "there is no target/manifest.json, so nobody knows of on_complete, nor of ledgers "
+                "that models name with ledger_schema; dbt parse makes one"
+            )
 
     @property
     def set_aside(self) -> dict[str, str]:

@@ -115,7 +115,7 @@ def spec_version(
 
 def messages_json(messages: Sequence[Message]) -> bytes:
     """Write messages as the ledger stores them: a JSON list of [role, text] pairs."""
-    return orjson.dumps([[message.role.value, message.content] for message in messages])
+    return orjson.dumps([[message.role, message.content] for message in messages])
 
 
 class RequestKeyer:
@@ -150,13 +150,12 @@ class RequestKeyer:
                 "identity": identity,
             }
         )
-        self._base = hashlib.sha256(head + b"\n" + messages_json(prefix)[:-1])
-        self._separator = b"," if prefix else b""
+        shared = head + b"\n" + messages_json(prefix)[:-1]
+        self._prefix = hashlib.sha256(shared)
+        self._prefix_and_more = hashlib.sha256(shared + b"," if prefix else shared)
 
     def key(self, suffix_json: bytes) -> str:
         """Return the request key for a row's own messages, given as ``messages_json`` of them."""
-        hashed = self._base.copy()
-        if suffix_json != b"[]":
-            hashed.update(self._separator)
+        hashed = (self._prefix if suffix_json == b"[]" else self._prefix_and_more).copy()
         hashed.update(suffix_json[1:])
         return hashed.hexdigest()[:KEY_HEX_DIGITS]

@@ -317,7 +317,8 @@ class BoundPrompt:
 
     def render_suffix(self, values: Sequence[Any] | Mapping[str, Any]) -> tuple[Message, ...]:
         """Return the row's own messages: those that ``render`` returns after ``prefix``."""
-        if isinstance(values, Mapping):
+        # A tuple is told at once; to ask whether something is a mapping takes longer than all this.
+        if not isinstance(values, (tuple, list)) and isinstance(values, Mapping):
             missing = [name for name in self.inputs if name not in values]
             if missing:
                 raise RenderError(f"the row has no value for {', '.join(missing)}")

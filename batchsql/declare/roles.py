@@ -49,8 +49,12 @@ def without_marks(text: str) -> str:
 def split_messages(text: str, mode: Normalize) -> tuple[Message, ...]:
     """Return the messages of a marked text, normalised; those without text are left out."""
     head, *rest = text.split(MARK)
-    parts = [(Role.USER, head)]
+    parts = [(Role.USER, head)] if head else []
     # The role line's own line end is no part of the message.
     parts += [(_ROLES[int(part[0])], part[1:].removeprefix("\n")) for part in rest]
-    messages = [Message(role, normalize_text(content, mode)) for role, content in parts]
-    return tuple(each for each in messages if each.content and not each.content.isspace())
+    messages = []
+    for role, text in parts:
+        content = normalize_text(text, mode)
+        if content and not content.isspace():
+            messages.append(Message(role, content))
+    return tuple(messages)

@@ -164,7 +164,7 @@ def parse_declaration(
     alternatives: dict[str, Alternative] = {}
     if "alternatives" not in broken:
         for kind, given in merged.get("alternatives", {}).items():
-            other = {"model": given} if isinstance(given, str) else given
+            other: Mapping[str, Any] = {"model": given} if isinstance(given, str) else given
             ref, found = _read_model(f"alternatives.{kind}", other["model"])
             mistakes += found
             if ref is not None:

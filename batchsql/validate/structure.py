@@ -32,7 +32,7 @@ _FINISH_OUTCOMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """What one completion is worth.
 
@@ -81,8 +81,9 @@ class AnswerValidator:
         if completion.failure is not None:
             error = completion.error or completion.failure.value
             return Verdict(completion.failure, None, safe_text(error, _MAX_ERROR_CHARS), _raw(text))
-        if completion.finish_reason in _FINISH_OUTCOMES:
-            outcome, error = _FINISH_OUTCOMES[completion.finish_reason]
+        reason = completion.finish_reason
+        if reason is not FinishReason.STOP and reason in _FINISH_OUTCOMES:
+            outcome, error = _FINISH_OUTCOMES[reason]
             return Verdict(outcome, None, error, _raw(text))
         if text is None or not text.strip():
             return Verdict(Outcome.INVALID, None, "the model's answer is empty", _raw(text))
@@ -112,8 +113,9 @@ class AnswerValidator:
         if not self._validator.is_valid(value):
             raise self._mismatch(value)
         answer = orjson.dumps(self._canonical(value)).decode()
-        if answer != body:
-            # orjson keeps the last of two equal keys, which would hide what the model said first.
+        # orjson keeps the last of two equal keys, which would hide what the model said first. No
+        # key stands there twice where there are no more colons than keys.
+        if answer != body and body.count(":") != len(value):
             _refuse_duplicate_keys(body)
         if len(answer.encode()) > self._max_answer_bytes:
             raise _BadValueError(f"the answer has more than {self._max_answer_bytes} bytes", text)
@@ -151,6 +153,8 @@ def safe_text(text: str, max_chars: int) -> str:
     Control characters, terminal escapes, direction marks and lone surrogates are written as
     escapes.
     """
+    if len(text) <= max_chars and text.isprintable():
+        return text
     safe = "".join(
         char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[: max_chars + 1]
     )

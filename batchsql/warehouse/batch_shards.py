@@ -18,12 +18,13 @@ import orjson
 import pyarrow as pa
 
 from batchsql.errors import LeaseLostError
-from batchsql.types import Message, Request, Route
+from batchsql.types import Request, Route
+from batchsql.validate.structure import safe_text
 from batchsql.warehouse.shards import (
-    Claim,
     ShardLedger,
     ShardOrder,
     ShardState,
+    Tries,
     parse_messages,
     process_id,
 )
@@ -31,6 +32,8 @@ from batchsql.warehouse.tables import NEW_UUID, braced
 
 _NOBODY = ""
 _READ_ROWS = 2_000
+_MAX_ERROR_CHARS = 2_000
+_KEY_HEX = "replace({}::text, '-', '')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,16 @@ class BatchShard:
     age_seconds: float
     seconds_since_intent: float | None
     seconds_since_submission: float | None
+    seconds_since_end: float | None
     seconds_to_deadline: float | None
     seconds_to_vanish: float | None
     copied: int | None
     is_cancel_requested: bool
+
+
+def _storable(error: object) -> str | None:
+    """Return a provider's words without what a database refuses to store."""
+    return None if error is None else safe_text(str(error), _MAX_ERROR_CHARS)
 
 
 _COLUMNS = (
@@ -78,6 +87,7 @@ _COLUMNS = (
             "{clock} - created_at",
             "{clock} - intent_expires_at",
             "{clock} - submitted_at",
+            "{clock} - ended_at",
             "deadline_at - {clock}",
             "results_until - {clock}",
         )
@@ -151,22 +161,26 @@ class BatchShardLedger(ShardLedger):
 
     def stream_requests(self, shard_id: str) -> Iterator[Request]:
         """Yield the requests that a shard claims, in no certain order, holding few in memory."""
+        [(shared,)] = self.warehouse.fetch(
+            self.sql(
+                "select s.prefix from {shards} h join {specs} s on s.spec_version = h.spec_version "
+                "where h.shard_id = ?::uuid"
+            ),
+            [shard_id],
+        )
+        prefix = parse_messages(shared)
         batches = self.warehouse.stream(
             self.sql(
-                "select c.request_key::text, q.messages, s.prefix from {claims} c "
+                f"select {_KEY_HEX.format('c.request_key')}, q.messages from {{claims}} c "
                 "join {requests} q on q.request_key = c.request_key "
-                "join {specs} s on s.spec_version = q.spec_version "
                 f"where c.shard_id = '{uuid.UUID(shard_id)}'::uuid"
             ),
             _READ_ROWS,
         )
-        prefixes: dict[str, tuple[Message, ...]] = {}
         for batch in batches:
-            columns = (column.to_pylist() for column in batch.columns)
-            for key, messages, prefix in zip(*columns, strict=True):
-                if prefix not in prefixes:
-                    prefixes[prefix] = parse_messages(prefix)
-                yield Request(key.replace("-", ""), prefixes[prefix] + parse_messages(messages))
+            keys, texts = (column.to_pylist() for column in batch.columns)
+            for key, text in zip(keys, texts, strict=True):
+                yield Request(key, prefix + parse_messages(text))
 
     def release(self, shard: BatchShard, request_keys: Sequence[str]) -> BatchShard:
         """Give back claims of a planned shard that do not fit; return it with its new count.
@@ -313,7 +327,7 @@ class BatchShardLedger(ShardLedger):
                     "update {shards} set error = coalesce(?, error), fault = ? "
                     "where shard_id = ?::uuid"
                 ),
-                [error, fault, shard.shard_id],
+                [_storable(error), fault, shard.shard_id],
             )
             self._close_shard(shard.shard_id, state)
             return self._read_shard(shard.shard_id)
@@ -338,7 +352,7 @@ class BatchShardLedger(ShardLedger):
         params: list[object] = [state.value]
         for name, value in values.items():
             sets.append(f"{name} = ?")
-            params.append(value)
+            params.append(_storable(value) if name == "error" else value)
         for name, moment in (times or {}).items():
             if moment is not None:
                 sets.append(f"{name} = to_timestamp({moment.timestamp()!r})")
@@ -445,49 +459,47 @@ class BatchShardLedger(ShardLedger):
                     [_NOBODY, shard.shard_id],
                 )
 
-    def read_copied(self, shard_id: str) -> dict[str, Claim]:
+    def read_copied(self, shard_id: str) -> dict[str, Tries]:
         """Return what a shard once claimed and freed to be asked online too, by request key."""
-        rows = self.warehouse.fetch(
-            self.sql(
-                "select request_key::text, attempt_number from {attempts} "
-                "where shard_id = ?::uuid and outcome = 'copied'"
-            ),
-            [shard_id],
+        return self._read_tries(
+            f"select {_KEY_HEX.format('request_key')}, attempt_number, 0, 0, false "
+            f"from {{attempts}} where shard_id = '{uuid.UUID(shard_id)}'::uuid "
+            "and outcome = 'copied'"
         )
-        return {
-            key.replace("-", ""): Claim(Request(key.replace("-", ""), ()), int(number), 0, 0)
-            for key, number in rows
-        }
 
-    def read_members(self, shard_id: str) -> dict[str, Claim]:
-        """Return what a shard claims, by request key, without the messages."""
-        rows = self.warehouse.fetch(
-            self.sql(
-                "select c.request_key::text, coalesce(h.last_number, 0), coalesce(h.failures, 0), "
-                "coalesce(h.transient_failures, 0) from {claims} c "
-                f"left join ({braced(self.failures_sql(self.claimed_sql(shard_id)))}) h "
-                "on h.request_key = c.request_key where c.shard_id = ?::uuid"
-            ),
-            [shard_id],
+    def read_members(self, shard_id: str) -> dict[str, Tries]:
+        """Return what a shard claims, by request key, with the tries it had."""
+        return self._read_tries(
+            f"select {_KEY_HEX.format('c.request_key')}, coalesce(h.last_number, 0), "
+            "coalesce(h.failures, 0)::bigint, coalesce(h.transient_failures, 0)::bigint, "
+            "coalesce(h.is_dead, false) from {claims} c "
+            f"left join ({braced(self.failures_sql(self.claimed_sql(shard_id)))}) h "
+            "on h.request_key = c.request_key "
+            f"where c.shard_id = '{uuid.UUID(shard_id)}'::uuid"
         )
-        members = {}
-        for key, number, failures, transient in rows:
-            request_key = key.replace("-", "")
-            members[request_key] = Claim(
-                Request(request_key, ()), int(number), int(failures), int(transient)
-            )
-        return members
+
+    def _read_tries(self, sql: str) -> dict[str, Tries]:
+        found: dict[str, Tries] = {}
+        # Nearly all requests had the same tries, most of them none, so those share one object.
+        shared: dict[tuple[int, int, int, bool], Tries] = {}
+        for batch in self.warehouse.stream(self.sql(sql), _READ_ROWS):
+            keys, *counts = (column.to_pylist() for column in batch.columns)
+            for key, numbers in zip(keys, zip(*counts, strict=True), strict=True):
+                if (tries := shared.get(numbers)) is None:
+                    tries = shared.setdefault(numbers, Tries(*numbers[:3], is_dead=numbers[3]))
+                found[key] = tries
+        return found
 
     def read_handled(self, shard_id: str) -> set[str]:
         """Return the request keys whose lines of a shard are recorded already."""
-        rows = self.warehouse.fetch(
+        batches = self.warehouse.stream(
             self.sql(
-                "select request_key::text from {attempts} where shard_id = ?::uuid "
-                "and outcome <> 'copied'"
+                f"select {_KEY_HEX.format('request_key')} from {{attempts}} where "
+                f"shard_id = '{uuid.UUID(shard_id)}'::uuid and outcome <> 'copied'"
             ),
-            [shard_id],
+            _READ_ROWS,
         )
-        return {key.replace("-", "") for (key,) in rows}
+        return {key for batch in batches for key in batch.column(0).to_pylist()}
 
     def read_other_batches(self, shard: BatchShard) -> frozenset[str]:
         """Return the provider's batches that are known to be other shards'."""

@@ -7,7 +7,7 @@ again. ``docs/ledger.md`` describes every table for readers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import pyarrow as pa
@@ -16,6 +16,8 @@ from batchsql.errors import WarehouseError
 from batchsql.version import __version__
 from batchsql.warehouse.queue import QueueLedger
 from batchsql.warehouse.tables import NEW_UUID, braced, relation_name
+
+_TELLING_SECONDS = 3600  # more than most commands take
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,15 @@ class RequestCounts:
     @property
     def adds_up(self) -> bool:
         return self.total == self.results + self.dead + self.claimed + self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCompletion:
+    """An enrichment that has every answer, of which somebody is to be told."""
+
+    enrichment: str
+    opened_at: str
+    requests: RequestCounts
 
 
 class Ledger(QueueLedger):
@@ -230,7 +241,7 @@ class Ledger(QueueLedger):
             if self.warehouse.has_foreign_writers:  # two that delete and insert would collide
                 again = (
                     " on conflict (enrichment) do update set spec_version = excluded.spec_version, "
-                    "opened_at = excluded.opened_at, fired_at = null"
+                    "opened_at = excluded.opened_at, fired_at = null, telling_until = null"
                 )
             else:
                 self.warehouse.execute(
@@ -244,24 +255,55 @@ class Ledger(QueueLedger):
                 [enrichment, spec_version],
             )
 
-    def read_completions(self) -> list[tuple[str, RequestCounts]]:
-        """Return the enrichments that have every answer while nobody was told yet."""
+    def take_completions(self, enrichments: Collection[str]) -> list[OpenCompletion]:
+        """Take those of these enrichments that have every answer while nobody was told yet.
+
+        For an hour nobody else gets them: whoever took them tells, and then closes them or gives
+        them back. After that time they are there again, since a process may have died over it.
+        """
         rows = self.warehouse.fetch(
             self.sql(
-                "select enrichment, spec_version::text from {completions} where fired_at is null "
-                "order by enrichment"
+                "select enrichment, spec_version::text, opened_at::text from {completions} "
+                "where fired_at is null order by enrichment"
             )
         )
-        counted = [(name, self.count_requests(version)) for name, version in rows]
-        return [(name, each) for name, each in counted if not each.waiting and not each.claimed]
+        found = [
+            OpenCompletion(name, opened_at, self.count_requests(version))
+            for name, version, opened_at in rows
+            if name in enrichments
+        ]
+        return [
+            each
+            for each in found
+            if not each.requests.waiting and not each.requests.claimed and self._take(each)
+        ]
 
-    def close_completion(self, enrichment: str) -> None:
+    def _take(self, completion: OpenCompletion) -> bool:
+        return self._set_completion(
+            f"telling_until = {{clock}} + interval '{_TELLING_SECONDS} seconds'",
+            completion,
+            " and (telling_until is null or telling_until < {clock})",
+        )
+
+    def close_completion(self, completion: OpenCompletion) -> None:
         """Record that it was told that an enrichment has every answer."""
+        self._set_completion("fired_at = {clock}", completion)
+
+    def give_back_completion(self, completion: OpenCompletion) -> None:
+        """Record that nobody could be told, so that it is tried again."""
+        self._set_completion("telling_until = null", completion)
+
+    def _set_completion(self, change: str, completion: OpenCompletion, where: str = "") -> bool:
+        """Change a completion unless a run has opened another one since; return whether it did."""
         with self.warehouse.transaction():
-            self.warehouse.execute(
-                self.sql("update {completions} set fired_at = {clock} where enrichment = ?"),
-                [enrichment],
+            changed = self.warehouse.fetch(
+                self.sql(
+                    f"update {{completions}} set {change} where enrichment = ? and "
+                    f"opened_at = ?::timestamptz and fired_at is null{where} returning 1"
+                ),
+                [completion.enrichment, completion.opened_at],
             )
+        return bool(changed)
 
     def has_finished_run(self, enrichment: str) -> bool:
         """Return whether a run of an enrichment has ever come to a good end."""
@@ -322,13 +364,15 @@ class Ledger(QueueLedger):
 
     def count_requests(self, spec_version: str) -> RequestCounts:
         """Count the requests of a spec by where they stand, each state by a query of its own."""
-        # A claimed request can have an answer already: one borrowed from another ledger.
+        # A claimed request can have an answer already: one borrowed from another ledger. And it can
+        # have been dead before: a batch that was found may answer it.
         sql = (
             "with mine as (select distinct request_key from {items} where spec_version = ?::uuid), "
             "answered as (select m.request_key from mine m join {results} r "
             "  on r.request_key = m.request_key), "
             "dead as (select m.request_key from mine m join {dead_letters} d "
-            "  on d.request_key = m.request_key), "
+            "  on d.request_key = m.request_key where not exists "
+            "  (select 1 from {claims} c where c.request_key = m.request_key)), "
             "claimed as (select m.request_key from mine m join {claims} c "
             "  on c.request_key = m.request_key where not exists "
             "  (select 1 from {results} r where r.request_key = m.request_key)), "

@@ -141,14 +141,7 @@ class QueueLedger(TodoLedger):
         warehouse = self.warehouse
         self.load_todo(())
         with warehouse.transaction():
-            warehouse.execute(
-                self.sql(
-                    "delete from {queued} as t where t.enrichment = ? and not ("
-                    + OPEN_REQUEST
-                    + ")"
-                ),
-                [enrichment],
-            )
+            self._trim_queue(enrichment)
             warehouse.execute(
                 self.sql(
                     "insert into {todo} select request_key, row_number() over "
@@ -159,6 +152,36 @@ class QueueLedger(TodoLedger):
             )
         if warehouse.dialect == "postgres":
             warehouse.execute(self.sql("analyze {todo}"))
+
+    def trim_queue(self, enrichment: str) -> None:
+        """Take what is answered or given up out of a queue, so that nobody looks at it again."""
+        with self.warehouse.transaction():
+            self._trim_queue(enrichment)
+
+    def _trim_queue(self, enrichment: str) -> None:
+        self._lock_queue(enrichment)
+        self.warehouse.execute(
+            self.sql(
+                "delete from {queued} t where t.enrichment = ? and not (" + OPEN_REQUEST + ")"
+            ),
+            [enrichment],
+        )
+
+    def drop_queue(self, enrichment: str) -> None:
+        """Empty a queue, since its enrichment has nothing for workers any more."""
+        with self.warehouse.transaction():
+            self._lock_queue(enrichment)
+            for table in ("queued", "queues"):
+                self.warehouse.execute(
+                    self.sql(f"delete from {{{table}}} where enrichment = ?"), [enrichment]
+                )
+
+    def _lock_queue(self, enrichment: str) -> None:
+        """Keep others from changing a queue meanwhile, lest two deletes wait for each other."""
+        if self.warehouse.has_foreign_writers:
+            self.warehouse.fetch(
+                self.sql("select 1 from {queues} where enrichment = ? for update"), [enrichment]
+            )
 
     def is_replaced(self, queue: Queue) -> bool:
         """Return whether a run has made the enrichment another queue since this one was read."""

@@ -86,14 +86,24 @@ class ShardOrder:
     worker: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A request that this run alone may send now, and the tries it already had."""
+@dataclass(slots=True)
+class Tries:
+    """The tries that a request already had: the last one's number, and the failures by kind.
 
-    request: Request
+    ``is_dead`` is whether the last one was final, so that only an answer changes anything.
+    """
+
     attempt_number: int
     item_failures: int
     transient_failures: int
+    is_dead: bool = field(default=False, kw_only=True)
+
+
+@dataclass(slots=True)
+class Claim(Tries):
+    """A request that this run alone may send now, and the tries it already had."""
+
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class Shard:
     claims: tuple[Claim, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     """One finished try, ready to be written. ``answer`` is set when its outcome is ok."""
 
@@ -258,7 +268,7 @@ class ShardLedger(LedgerTables):
         """Return SQL for the tries of some requests since they were last given a new budget.
 
         Columns: ``request_key``, ``last_number``, ``failures`` (those that count against the
-        budget) and ``transient_failures``.
+        budget), ``transient_failures`` and ``is_dead``.
 
         Args:
             keys_sql: selects the request keys.
@@ -269,7 +279,9 @@ class ShardLedger(LedgerTables):
             f"sum(case when a.outcome in ({_ITEM_FAILURES}) and {counted} then 1 else 0 end) "
             "as failures, "
             f"sum(case when a.outcome = 'transient' and {counted} then 1 else 0 end) "
-            "as transient_failures from (select a.request_key, a.attempt_number, a.outcome, "
+            "as transient_failures, max(case when a.is_final then a.attempt_number end) = "
+            "max(a.attempt_number) as is_dead from "
+            "(select a.request_key, a.attempt_number, a.outcome, a.is_final, "
             "max(case when a.outcome = 'replayed' then a.attempt_number end) over "
             "(partition by a.request_key) as replayed from {attempts} a where a.request_key in ("
             + keys_sql
@@ -303,7 +315,7 @@ class ShardLedger(LedgerTables):
             if prefix not in prefixes:
                 prefixes[prefix] = parse_messages(prefix)
             request = Request(key.replace("-", ""), prefixes[prefix] + parse_messages(messages))
-            claims.append(Claim(request, int(number), int(item_failures), int(transient_failures)))
+            claims.append(Claim(int(number), int(item_failures), int(transient_failures), request))
         return tuple(claims)
 
     def renew(self, shards: Mapping[str, int], owner: str, lease_seconds: float) -> set[str]:
@@ -396,13 +408,14 @@ class ShardLedger(LedgerTables):
             "checksum, attempt_id::uuid as attempt_id, 'accepted' as state, "
             f"{warehouse.clock} as created_at from {staged} where answer is not null",
         )
-        warehouse.execute(
-            self.sql(
-                f"delete from {{claims}} t where exists (select 1 from {staged} a where "
-                "a.request_key::uuid = t.request_key and a.shard_id::uuid = t.shard_id)"
-            )
-        )
         for shard_id in sorted({attempt.shard_id for attempt in attempts}):
+            warehouse.execute(
+                self.sql(
+                    "delete from {claims} where shard_id = ?::uuid and request_key in "
+                    f"(select request_key::uuid from {staged} where shard_id = ?)"
+                ),
+                [shard_id, shard_id],
+            )
             mine = [a.outcome is Outcome.OK for a in attempts if a.shard_id == shard_id]
             warehouse.execute(
                 self.sql(
@@ -436,6 +449,8 @@ class ShardLedger(LedgerTables):
         )
 
 
+_ROLES = {role.value: role for role in Role}
+
 # A wanted request may be sent: it has no answer and its budget is not spent.
 OPEN_REQUEST = (
     "not exists (select 1 from {results} r where r.request_key = t.request_key) and "
@@ -451,33 +466,43 @@ def _of_lane(lane: Route | None) -> str:
 
 def parse_messages(text: str) -> tuple[Message, ...]:
     """Read messages as the ledger stores them: a JSON list of [role, text] pairs."""
-    return tuple(Message(Role(role), content) for role, content in orjson.loads(text))
+    return tuple([Message(_ROLES[role], content) for role, content in orjson.loads(text)])
 
 
 def _attempts_table(attempts: Sequence[Attempt]) -> pa.Table:
     stamp = pa.timestamp("us", tz="UTC")
+    usages = [a.usage for a in attempts]
     columns: dict[str, tuple[list[Any], pa.DataType]] = {
-        "attempt_id": ([str(uuid.uuid4()) for _ in attempts], pa.string()),
+        "attempt_id": (_random_uuids(len(attempts)), pa.string()),
         "request_key": ([a.request_key for a in attempts], pa.string()),
         "shard_id": ([a.shard_id for a in attempts], pa.string()),
         "attempt_number": ([a.attempt_number for a in attempts], pa.int32()),
-        "outcome": ([a.outcome.value for a in attempts], pa.string()),
+        "outcome": ([a.outcome for a in attempts], pa.string()),
         "is_final": ([a.is_final for a in attempts], pa.bool_()),
         "answer": ([a.answer for a in attempts], pa.string()),
         "checksum": ([a.checksum for a in attempts], pa.string()),
         "error": ([a.error for a in attempts], pa.string()),
         "raw_output": ([a.raw_output for a in attempts], pa.string()),
         "finish_reason": ([a.finish_reason for a in attempts], pa.string()),
-        "input_tokens": ([a.usage.input_tokens for a in attempts], pa.int64()),
-        "output_tokens": ([a.usage.output_tokens for a in attempts], pa.int64()),
-        "cached_tokens": ([a.usage.cached_tokens for a in attempts], pa.int64()),
-        "cache_write_tokens": ([a.usage.cache_write_tokens for a in attempts], pa.int64()),
-        "reasoning_tokens": ([a.usage.reasoning_tokens for a in attempts], pa.int64()),
+        "input_tokens": ([u.input_tokens for u in usages], pa.int64()),
+        "output_tokens": ([u.output_tokens for u in usages], pa.int64()),
+        "cached_tokens": ([u.cached_tokens for u in usages], pa.int64()),
+        "cache_write_tokens": ([u.cache_write_tokens for u in usages], pa.int64()),
+        "reasoning_tokens": ([u.reasoning_tokens for u in usages], pa.int64()),
         "cost_usd": ([a.cost_usd for a in attempts], pa.float64()),
         "model_reported": ([a.model_reported for a in attempts], pa.string()),
         "engine_version": ([a.engine_version for a in attempts], pa.string()),
         "started_at": ([a.started_at for a in attempts], stamp),
         "finished_at": ([a.finished_at for a in attempts], stamp),
-        "route": ([a.route.value if a.route else None for a in attempts], pa.string()),
+        "route": ([a.route for a in attempts], pa.string()),
     }
     return pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()})
+
+
+def _random_uuids(count: int) -> list[str]:
+    """Return ids like those of ``uuid4``, all at once: one by one takes eight times as long."""
+    digits = os.urandom(16 * count).hex()
+    return [
+        f"{digits[at : at + 12]}4{digits[at + 13 : at + 16]}a{digits[at + 17 : at + 32]}"
+        for at in range(0, len(digits), 32)
+    ]

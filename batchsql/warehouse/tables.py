@@ -111,6 +111,7 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
     3: (
         "alter table {shards} add column worker text",
         "alter table {shards} add column figures text",
+        "alter table {completions} add column telling_until timestamp with time zone",
         """create table {queues} (
             enrichment text not null {pk}, run_id uuid not null, spec_version uuid not null,
             model text not null, route text not null, route_reason text, settings text not null,

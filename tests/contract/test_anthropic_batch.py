@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +30,7 @@ from batchsql.backends.batch import (
     ProviderBusyError,
     ShardLabel,
     custom_id,
+    read_clock,
 )
 from batchsql.emulate import AnthropicLimits, Emulator, Rule
 from batchsql.errors import BackendError, SpecError, SystemicError
@@ -110,7 +109,7 @@ class Desk:
         lines.write_bytes(b"\n".join(each) + end)
         label = self.label(len(asked), shard_id)
         uploaded = self.backend.upload(label, lines, self.call)
-        until = time.monotonic() + self.seconds
+        until = read_clock() + self.seconds
         created = self.backend.create(label, lines, uploaded, self.call, until)
         return created.provider_batch_id
 
@@ -312,7 +311,7 @@ def test_upload_that_runs_out_of_time_sends_no_more(
 ) -> None:
     monkeypatch.setattr(anthropic_wire, "_CHUNK_BYTES", 100)
     times = iter([0.0, 0.0, 1e12])  # the process sleeps after two pieces
-    monkeypatch.setattr(anthropic_wire, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(anthropic_wire, "read_clock", lambda: next(times))
     with raises(NotCreatedError, match="time"):
         desk.create()
     assert not emulator._anthropic.batches()
@@ -604,6 +603,10 @@ def test_error_of_a_line_is_classified_as_online(
     assert said in (parsed.completion.error or "")
 
 
+DEEP = b"[" * 1_000 + b"]" * 1_000
+"""What orjson reads and Python's own json does not write."""
+
+
 @pytest.mark.parametrize(
     ("line", "key", "failure"),
     [
@@ -613,7 +616,10 @@ def test_error_of_a_line_is_classified_as_online(
         (b'{"custom_id": "theirs", "result": {"type": "expired"}}', "", Outcome.TRANSIENT),
         (b'{"custom_id": "%(id)b", "result": null}', "f" * 32, Outcome.TRANSIENT),
         (b'{"custom_id": "%(id)b", "result": {"type": "new"}}', "f" * 32, Outcome.REJECTED),
+        (b'{"custom_id": "%(id)b", "result": {"type": ' + DEEP + b"}}", "f" * 32,
+         Outcome.TRANSIENT),
     ],
+    ids=lambda each: repr(each)[:40],
 )  # fmt: skip
 def test_line_that_cannot_be_read_is_a_failure_of_its_own(
     line: bytes, key: str, failure: Outcome
@@ -756,6 +762,19 @@ def test_results_at_another_origin_get_no_credentials(emulator: Emulator, desk: 
         with raises(ProviderBusyError):
             desk.fetch(batch_id)
         emulator.behave()
+
+
+@pytest.mark.parametrize("behaviour", ["bad_key", "drop"])
+def test_results_that_another_origin_keeps_back_are_asked_for_at_our_own(
+    emulator: Emulator, desk: Desk, behaviour: str
+) -> None:
+    emulator.misbehave(Rule(behaviour="foreign_url"))
+    batch_id = desk.create(4)
+    emulator.finish()
+    emulator.misbehave(Rule(behaviour=behaviour, endpoint="*.results", count=1))
+    assert len(desk.fetch(batch_id)) == 4
+    fetched = [call for call in emulator.calls if call.operation.endswith(".results")]
+    assert [call.authorization for call in fetched] == [None, f"Bearer {KEY}"]
 
 
 def test_redirect_of_results_is_not_followed(emulator: Emulator, desk: Desk) -> None:

@@ -29,6 +29,7 @@ from batchsql.backends.batch import (
     ProviderBusyError,
     ShardLabel,
     custom_id,
+    read_clock,
 )
 from batchsql.backends.bedrock_batch import BedrockBatch
 from batchsql.backends.bedrock_wire import fault_of, parse_line
@@ -137,7 +138,7 @@ def submit(
     shard = ShardLabel(shard_id, count)
     lines = spool(backend, folder, count, shard_id)
     uploaded = backend.upload(shard, lines, CALL)
-    must_end_by = time.monotonic() + seconds
+    must_end_by = read_clock() + seconds
     return backend.create(shard, lines, uploaded, CALL, must_end_by).provider_batch_id
 
 
@@ -156,7 +157,7 @@ def test_every_request_is_answered_once(
     uploaded = backend.upload(shard, lines, CALL)
     assert keys(bucket) == [f"some/folder/{HEX}/input.jsonl"]
     assert bucket.Object(keys(bucket)[0]).get()["Body"].read() == lines.read_bytes()
-    job = backend.create(shard, lines, uploaded, CALL, time.monotonic() + 60).provider_batch_id
+    job = backend.create(shard, lines, uploaded, CALL, read_clock() + 60).provider_batch_id
     status = backend.poll(job)
     assert (status.state, status.provider_state) == (BatchState.RUNNING, "Submitted")
     assert (status.is_checked, status.total) == (False, None)
@@ -532,6 +533,17 @@ def test_line_without_an_answer_says_why(
 def test_line_with_a_lone_surrogate_is_read() -> None:
     text = json.dumps({"recordId": ID, "modelOutput": output()}).replace("{}", "\\ud800")
     assert parse_line(text.encode()).completion.text == "\ud800"
+
+
+@pytest.mark.parametrize(
+    "record",
+    ['"modelOutput":{"output":%s}', '"error":{"errorCode":%s}', '"error":{"errorCode":"²"}'],
+)
+def test_odd_line_spoils_no_other(record: str) -> None:
+    deep = "[" * 1_000 + "]" * 1_000  # which orjson reads and Python cannot show
+    found = parse_line(f'{{"recordId":"{ID}",{record.replace("%s", deep)}}}'.encode())
+    assert found.completion.request_key == KEY
+    assert found.completion.failure is not None
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"recordId": 5}', b'{"recordId": "else"}'])

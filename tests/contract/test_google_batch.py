@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +27,10 @@ from batchsql.backends.batch import (
     ProviderBusyError,
     ShardLabel,
     custom_id,
+    read_clock,
 )
 from batchsql.backends.google_batch import LIMITS, GoogleBatch
+from batchsql.backends.online import ErrorReply
 from batchsql.emulate import Emulator, GoogleLimits, Rule
 from batchsql.errors import BackendError, SystemicError
 from batchsql.types import Call, FinishReason, Message, ModelRef, Outcome, Request, Role
@@ -116,7 +117,7 @@ class Desk:
                 file.write(encode(custom_id(request.request_key, shard_id), request) + b"\n")
         label = self.label(shard_id)
         self.uploaded = self.backend.upload(label, lines, call)
-        until = time.monotonic() + self.seconds
+        until = read_clock() + self.seconds
         return self.backend.create(label, lines, self.uploaded, call, until).provider_batch_id
 
     def fetch(self, batch_id: str) -> list[BatchLine]:
@@ -312,6 +313,17 @@ def test_refused_account_is_systemic(emulator: Emulator, desk: Desk, behaviour: 
     assert operations(emulator) == ["batches.create", "batches.list"]
 
 
+def test_creation_that_is_refused_without_a_reason_is_systemic(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def create(self: object, body: object, sending: object) -> ErrorReply:
+        return ErrorReply(400, "Request contains an invalid argument.", "INVALID_ARGUMENT")
+
+    monkeypatch.setattr(GoogleBatch, "_create", create)
+    with raises(SystemicError, match="invalid argument"):
+        desk.create()
+
+
 def test_unknown_model_is_systemic(emulator: Emulator, tmp_path: Path) -> None:
     model = ModelRef("google", "gemini-0")
     with raises(SystemicError, match="gemini-0"):
@@ -331,7 +343,7 @@ def test_address_without_batches_is_systemic(
 
 
 def test_input_file_that_is_gone_is_no_fault_of_the_batch(desk: Desk, tmp_path: Path) -> None:
-    until = time.monotonic() + LIMITS.create_seconds
+    until = read_clock() + LIMITS.create_seconds
     with raises(NotCreatedError) as caught:
         desk.backend.create(desk.label(), tmp_path / "lines", "files/none", a_call(), until)
     assert caught.value.fault is BatchFault.TRANSIENT
@@ -605,6 +617,21 @@ def test_results_that_are_deleted_are_gone(
         desk.fetch(batch_id)
 
 
+@pytest.mark.parametrize(
+    ("hours", "error"), [(1, ProviderBusyError), (47, ProviderBusyError), (49, BatchGoneError)]
+)
+def test_results_that_are_not_shown_are_gone_only_after_two_days(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, hours: float, error: type[BackendError]
+) -> None:
+    ended_at = datetime.now(timezone.utc) - timedelta(hours=hours)
+    times = {"createTime": ended_at.isoformat(), "endTime": ended_at.isoformat()}
+    metadata = {"state": "BATCH_STATE_SUCCEEDED", **times}
+    found = google_wire.Operation.model_validate({"name": "batches/1", "metadata": metadata})
+    monkeypatch.setattr(GoogleBatch, "_get", lambda self, batch_id: found)
+    with raises(error):
+        desk.fetch("batches/1")
+
+
 def test_results_of_a_running_batch_are_not_there_yet(desk: Desk) -> None:
     with raises(ProviderBusyError):
         desk.fetch(desk.create())
@@ -618,7 +645,9 @@ def test_results_of_a_running_batch_are_not_there_yet(desk: Desk) -> None:
         b'{"response": {}}',
         b'{"key": 7, "response": {"candidates": []}}',
         b'{"key": "x", "metadata": null}',
+        b'{"key":' + b"[" * 100_000,
     ],
+    ids=lambda line: repr(line[:20]),
 )
 def test_line_that_is_no_result_is_transient(line: bytes) -> None:
     parsed = google_wire.parse_line(line)

@@ -182,6 +182,47 @@ class TestOpenAICompatible(ChatWire):
         assert body["response_format"]["json_schema"]["schema"] == returns.object_schema()
         assert (body["max_tokens"], body["top_k"], body["min_p"]) == (50, 5, 0.1)
 
+    @pytest.mark.parametrize(
+        ("message", "param"),
+        [
+            ("Grammar error: Failed to generate regex for integer range", None),
+            ("Failed to transform json schema into a grammar: no", None),
+            ("The provided JSON schema contains features not supported by xgrammar.", None),
+            ("Invalid JSON grammar specification.", None),
+            ("1 validation error", "body.reasoning_effort"),
+            ("max_tokens=600 cannot be greater than max_model_len=512.", "max_tokens"),
+        ],
+    )
+    def test_what_vllm_refuses_of_every_request_is_systemic(
+        self, server: OnlineServer, message: str, param: str | None
+    ) -> None:
+        error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+        server.default = Reply(400, {"error": error})
+        with pytest.raises(SystemicError, match=message[:20]):
+            self.complete(server, "x", "y")
+        assert server.sent() == {"x": 1}
+
+    @pytest.mark.parametrize(
+        ("message", "param", "failure"),
+        [
+            (
+                "This model's maximum context length is 512 tokens. However, your prompt contains "
+                "at least 513 input tokens, which exceeds this limit even without any output "
+                "tokens. (parameter=input_tokens, value=513)",
+                "input_tokens",
+                Outcome.TOO_LONG,
+            ),
+            ("TextEncodeInput must be Union[TextInputSequence]", None, Outcome.REJECTED),
+        ],
+    )
+    def test_what_vllm_refuses_of_one_request_fails_it_alone(
+        self, server: OnlineServer, message: str, param: str | None, failure: Outcome
+    ) -> None:
+        error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+        server.script["x"] = [Reply(400, {"error": error})]
+        refused, good = self.complete(server, "x", "y")
+        assert (refused.failure, good.failure) == (failure, None)
+
     def test_the_address_is_needed(self) -> None:
         mistakes = registry.check_model(self.model, {}, {})
         assert [mistake.where for mistake in mistakes] == ["engine.base_url"]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from batchsql.backends.batch import (
     ProviderBusyError,
     ShardLabel,
     custom_id,
+    read_clock,
 )
 from batchsql.declare.returns import parse_returns
 from batchsql.emulate import Emulator, OpenAILimits, Rule
@@ -87,7 +87,7 @@ def label(emulator: Emulator | None = None, count: int = 10, **changes: Any) -> 
 
 
 def in_a_minute() -> float:
-    return time.monotonic() + 60
+    return read_clock() + 60
 
 
 def write(folder: Path, backend: BatchBackend, count: int = 10, call: Call = CALL) -> Path:
@@ -283,10 +283,10 @@ def test_slow_creation_is_given_up_in_time_and_found_again(
     shard, lines = label(emulator), write(tmp_path, backend)
     uploaded = backend.upload(shard, lines, CALL)
     emulator.misbehave(Rule(behaviour="slow", endpoint="openai.batches.create"))
-    must_end_by = time.monotonic() + 0.8
+    must_end_by = read_clock() + 0.8
     with pytest.raises(MaybeCreatedError, match="no reply came in time"):
         backend.create(shard, lines, uploaded, CALL, must_end_by)
-    assert 0 <= time.monotonic() - must_end_by < 0.5
+    assert 0 <= read_clock() - must_end_by < 0.5
     assert backend.find(shard).provider_batch_id is not None
     emulator.release()
 
@@ -298,7 +298,7 @@ def test_creation_without_enough_time_is_not_begun(
     shard, lines = label(emulator), write(tmp_path, backend)
     uploaded = backend.upload(shard, lines, CALL)
     with pytest.raises(NotCreatedError) as caught:
-        backend.create(shard, lines, uploaded, CALL, time.monotonic() + left_seconds)
+        backend.create(shard, lines, uploaded, CALL, read_clock() + left_seconds)
     assert caught.value.fault is BatchFault.TRANSIENT
     assert calls(emulator, "batches.create") == 0
 
@@ -308,12 +308,11 @@ def test_process_that_stood_still_while_connecting_sends_nothing_late(
 ) -> None:
     shard, lines = label(emulator), write(tmp_path, backend)
     uploaded = backend.upload(shard, lines, CALL)
-    before, begun = time.monotonic(), []
+    before, begun = read_clock(), []
 
     async def connecting(request: Any) -> None:
         begun.append(request)
-        later = SimpleNamespace(monotonic=lambda: before + 1000)
-        monkeypatch.setattr(openai_calls, "time", later)
+        monkeypatch.setattr(openai_calls, "read_clock", lambda: before + 1000)
         await watch(request)
 
     watch = openai_calls._watch_start
@@ -817,6 +816,21 @@ def test_paid_answers_without_a_file_are_waited_for(host: Host, tmp_path: Path) 
         fetched(backend, "batch_1", tmp_path)
     host.replies["GET /v1/batches/batch_1"] = (200, {**done, "request_counts": {"total": 3}})
     assert fetched(backend, "batch_1", tmp_path) == []
+
+
+@pytest.mark.parametrize(("there", "keys"), [("output", ["a"]), ("error", None), ("", None)])
+def test_answers_are_taken_without_the_file_of_errors_and_not_the_other_way_round(
+    host: Host, tmp_path: Path, there: str, keys: list[str] | None
+) -> None:
+    files = {"output_file_id": "file-output", "error_file_id": "file-error"}
+    host.replies["GET /v1/batches/batch_1"] = (200, document(status="completed", **files))
+    host.replies[f"GET /v1/files/file-{there}/content"] = (200, b'{"custom_id":"a"}')
+    backend = opened(host.url + "/v1")
+    if keys is None:
+        with pytest.raises(BatchGoneError):
+            backend.fetch("batch_1", tmp_path, CALL)
+    else:
+        assert [line.custom_id for line in fetched(backend, "batch_1", tmp_path)] == keys
 
 
 @pytest.mark.parametrize(

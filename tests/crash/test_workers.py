@@ -60,6 +60,15 @@ def let_leases_run_out(target: Target) -> None:
         )
 
 
+def let_leases_run_out_of_others(target: Target) -> None:
+    """Let the lease of the shard that was claimed first run out."""
+    target.query(
+        "update {ledger}.shards set lease_expires_at = clock_timestamp() where shard_id = "
+        "(select shard_id from {ledger}.shards where state = 'running' "
+        "order by created_at limit 1)"
+    )
+
+
 def test_kill_at_every_durable_step_loses_nothing(
     make_target: MakeTarget, forks: Forks, tmp_path: Path
 ) -> None:
@@ -144,6 +153,26 @@ def test_worker_that_was_silent_for_too_long_writes_nothing(
     assert target.query("select * from {ledger}.attempts order by attempt_id") == before
     # Twice: what was answered but not written, and the one that it was holding.
     assert_each_answered_once(job, 5 - kept + 1)
+
+
+@pytest.mark.parametrize("target", ["postgres"], indirect=True)
+def test_claims_of_a_lost_worker_are_asked_before_what_is_later_in_the_queue(
+    target: Target, forks: Forks, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job = queued_job(target, tmp_path / "sent.log")
+    engine = {"is_engine": True}
+    # The first dies over the first four; the second has the next four and waits within them.
+    assert forks.work(replace(job, engine=engine), "answer:1").wait() == -9
+    busy = forks.work(replace(job, engine={**engine, "gate": str(gate), "gate_after": 2}))
+    wait_for((tmp_path / "gate.reached").exists)
+    let_leases_run_out_of_others(target)
+    gate.touch()
+    busy.finish()
+    order = list(dict.fromkeys(fake.sent(Path(job.log))[1:]))
+    assert len(order) == ROWS
+    # Right after the shard that it was at, which holds four.
+    assert fake.sent(Path(job.log))[0] in order[4:8]
 
 
 @pytest.mark.parametrize("target", ["postgres"], indirect=True)

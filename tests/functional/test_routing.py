@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from batchsql import cli, dispatch
-from batchsql.backends import local, registry
+from batchsql.backends import bedrock_batch, local, registry
 from batchsql.emulate import Rule
 from batchsql.errors import SystemicError
 from tests.support import fake
 from tests.support.project import Project, Target, duckdb_target
 from tests.support.rehearsal import (
     ANTHROPIC,
+    BEDROCK,
     INSTANT,
     KEY,
     KEY_ENV,
@@ -138,6 +140,55 @@ def test_fifty_requests_are_few_enough_for_online_unless_declared(begin: Begin) 
     assert nights.run(bodies=nights.bodies[:50], options=declared).ok == 50
     nights.bodies = [f"other {number}." for number in range(51)]
     assert nights.run(options=declared).requests_in_batches == 51
+
+
+@pytest.fixture
+def at_least_four(monkeypatch: pytest.MonkeyPatch) -> Provider:
+    """Bedrock, as if it took batches of four requests and more."""
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOFTHETEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
+    monkeypatch.setattr(bedrock_batch, "LIMITS", replace(bedrock_batch.LIMITS, min_requests=4))
+    return replace(BEDROCK, least=4)
+
+
+def test_the_rest_that_is_too_little_for_a_batch_goes_online(
+    begin: Begin, at_least_four: Provider
+) -> None:
+    nights = begin(provider=at_least_four, max_batch_requests=4)
+    counts = nights.run()
+    assert (counts.ok, counts.pending, counts.requests_in_batches) == (2, 4, 4)
+    assert shards(nights.target, "state, requests") == [("submitted", 4)]
+    nights.emulator.finish()
+    assert nights.run().ok == 6
+    assert routes(nights) == {"batch": 4, "online": 2}
+    assert nights.times_billed == {1: 6}
+
+
+def test_what_last_tries_leave_too_little_of_goes_online_with_them(
+    begin: Begin, at_least_four: Provider
+) -> None:
+    cut = rule("length", text="ticket 1.", count=1), rule("length", text="ticket 2.", count=1)
+    nights = begin(*cut, provider=at_least_four, rows=5, max_attempts=2)
+    nights.run()
+    nights.emulator.finish()
+    nights.collect()
+    nights.bodies = [*nights.bodies, "ticket 6.", "ticket 7.", "ticket 8."]
+    assert nights.run().ok == 8
+    assert routes(nights) == {"batch": 5, "online": 5}
+
+
+@pytest.mark.parametrize(("options", "rows"), [({"route": "batch"}, 3), ({"limit": 3}, 6)])
+def test_what_is_too_little_for_a_batch_and_may_go_no_other_way_stays_pending(
+    begin: Begin, at_least_four: Provider, options: dict[str, Any], rows: int
+) -> None:
+    nights = begin(provider=at_least_four, rows=rows, wait="forever", **options)
+    counts = nights.run()
+    assert (counts.pending, counts.requests_sent) == (rows, 0)
+    assert shards(nights.target) == []
+    said = "3 requests are fewer than the provider takes in a batch (4)"
+    assert [said in each for each in nights.said].count(True) == 1
 
 
 def test_urgent_rows_are_answered_now_and_the_others_in_a_batch(

@@ -30,7 +30,7 @@ from click.testing import CliRunner, Result
 
 from batchsql import cli
 from batchsql.backends import anthropic, google, online, openai, openai_batch, registry
-from batchsql.backends.batch import ShardLabel, custom_id
+from batchsql.backends.batch import ShardLabel, custom_id, read_clock
 from batchsql.cli import batches
 from batchsql.completion import Completed, NotToldError, tell_completed
 from batchsql.declare.returns import parse_returns
@@ -551,8 +551,6 @@ def use_everything(provider: Provider, engine: Mapping[str, Any], folder: Path) 
         "bedrock": "arn:aws:bedrock:us-east-1:123456789012:model-invocation-job/abcdefghij12",
     }.get(provider.name, "batch_1")
     uploaded = "s3://rows-of-mine/x.jsonl" if provider.name == "bedrock" else "file-1"
-    import time
-
     acts: dict[str, Callable[[], object]] = {
         "online": lambda: list(
             registry.open_backend(model, engine, Path()).complete(
@@ -561,7 +559,7 @@ def use_everything(provider: Provider, engine: Mapping[str, Any], folder: Path) 
         ),
         "upload": lambda: backend.upload(SHARD, lines, call),
         "create": lambda: backend.create(
-            SHARD, lines, uploaded, call, time.monotonic() + backend.limits.create_seconds
+            SHARD, lines, uploaded, call, read_clock() + backend.limits.create_seconds
         ),
         "find": lambda: backend.find(SHARD),
         "poll": lambda: backend.poll(batch_id),

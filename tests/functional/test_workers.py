@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from batchsql import cli
+from batchsql import cli, completion
 from batchsql.cli import work
 from tests.support.lean import wait_for
 from tests.support.project import Project, Target
@@ -183,6 +185,30 @@ def test_run_does_not_wait_where_no_worker_could_open_the_file(project: Project)
     assert statuses(project.target) == {"pending": ROWS}
 
 
+def test_run_with_nothing_new_empties_the_queue(project: Project) -> None:
+    project.model("labels", rows(2), llm=DETACHED)
+    run(project)
+    worker(project)
+    project.model("labels", rows(), llm=DETACHED)
+    run(project)
+    assert queued(project) == 8
+    project.model("labels", rows(2), llm=DETACHED)
+    run(project)
+    assert queued(project) == 0
+    worker(project)
+    assert len(project.sent()) == 2
+
+
+def test_run_that_asks_itself_empties_the_queue(project: Project) -> None:
+    project.model("labels", rows(3), llm=DETACHED)
+    run(project)
+    project.write("prompts/label.md", "user:\nWhat is {{ body }}?\n")
+    project.model("labels", rows(3), llm={})
+    run(project)
+    worker(project)
+    assert len(project.sent()) == 3
+
+
 # --- what a worker takes on -----------------------------------------------------------------------
 
 
@@ -239,18 +265,43 @@ def test_engine_that_refuses_is_set_aside_and_others_are_worked_on(project: Proj
         ({"model": "openai/gpt-5-mini"}, "no worker is needed for batches"),
         ({"model": "openai/gpt-5-mini", "route": "batch"}, "no worker is needed for batches"),
         ({"runner": "elsewhere"}, "one of inline, detached"),
+        (
+            {
+                "model": "openai_compatible/m",
+                "engine": {"base_url": "http://127.0.0.1:1/v1", "batches": True},
+            },
+            "no worker is needed for batches",
+        ),
     ],
 )
 @pytest.mark.parametrize("target", ["duckdb"], indirect=True)
 def test_wrong_runner_is_refused(project: Project, llm: dict[str, Any], message: str) -> None:
-    project.model("labels", rows(1), llm={**DETACHED, "engine": {}, **llm})
-    source = (project.root / "models" / "labels.sql").read_text()
-    (project.root / "models" / "labels.sql").write_text(
-        re.sub(r"'engine': \{'log': '[^']*'\}", "'engine': {}", source)
-    )
+    project.model("labels", rows(1), llm={**DETACHED, **llm})
+    file = project.root / "models" / "labels.sql"
+    file.write_text(re.sub(r"'log': '[^']*',? ?", "", file.read_text()))
     result = project.run("run")
     assert not result.ok
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    "llm",
+    [
+        {"model": "openai/gpt-5-mini", "route": "online"},
+        {"model": "openai_compatible/m", "engine": {"base_url": "http://127.0.0.1:1/v1"}},
+        {"model": "vllm/some/model", "engine": {"revision": "0" * 40}},
+    ],
+)
+@pytest.mark.parametrize("target", ["duckdb"], indirect=True)
+def test_engines_and_online_endpoints_can_be_detached(
+    project: Project, llm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    project.model("labels", rows(2), llm={**DETACHED, **llm})
+    file = project.root / "models" / "labels.sql"
+    file.write_text(re.sub(r"'log': '[^']*',? ?", "", file.read_text()))
+    run(project)
+    assert queued(project) == 2
 
 
 @pytest.mark.parametrize("target", ["duckdb"], indirect=True)
@@ -278,6 +329,23 @@ def test_without_a_ledger_there_is_nothing_to_do(project: Project) -> None:
         assert not Path(project.target.profile["path"]).exists()
 
 
+@pytest.mark.parametrize("target", ["duckdb"], indirect=True)
+def test_worker_does_not_wait_for_a_ledger_where_it_would_keep_dbt_out(project: Project) -> None:
+    project.target.query("create table t as select 1 as id")
+    place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
+    assert project.worker("work", *place).wait(60) == 0
+
+
+def test_worker_that_is_told_to_end_exits_well_though_it_set_something_aside(
+    project: Project,
+) -> None:
+    project.model("bad", "select 1 as id, '@systemic' as body", llm=DETACHED)
+    project.model("good", rows(2), llm=DETACHED)
+    run(project)
+    assert worker(project, "--max-shards", "2").exit_code == 0
+    assert worker(project).exit_code == 1
+
+
 @pytest.mark.parametrize("target", ["postgres"], indirect=True)
 def test_idle_worker_finds_what_is_queued_later(project: Project) -> None:
     project.model("labels", rows(2), llm=DETACHED)
@@ -299,6 +367,47 @@ def test_completion_is_told_by_the_worker(project: Project, tmp_path: Path) -> N
     run(project)
     worker(project)
     assert told.read_text() == "labels 3\n"
+
+
+def test_command_of_a_completion_that_runs_dbt_is_not_run_for_its_own_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = {**DETACHED, "on_complete": {"command": "dbt run"}}
+    project.model("labels", rows(3), llm=llm)
+    run(project)
+    answered = []
+
+    def command(*args: Any, env: Mapping[str, str], **kwargs: Any) -> Any:
+        answered.append(env["BATCHSQL_ANSWERED"])
+        if len(answered) == 1:  # a run that finds everything, then one that finds new rows
+            monkeypatch.setenv("BATCHSQL_ENRICHMENT", env["BATCHSQL_ENRICHMENT"])
+            run(project)
+            project.model("labels", rows(5), llm=llm)
+            run(project)
+            monkeypatch.delenv("BATCHSQL_ENRICHMENT")
+        return subprocess.CompletedProcess("dbt run", 0)
+
+    monkeypatch.setattr(completion.subprocess, "run", command)
+    for _ in range(2):
+        assert worker(project).exit_code == 0
+    # What the command's own run has queued is another completion.
+    assert answered == ["3", "5"]
+    run(project)
+    assert answered == ["3", "5"]
+
+
+def test_completion_that_nobody_could_be_told_of_is_told_later(
+    project: Project, tmp_path: Path
+) -> None:
+    ready, told = tmp_path / "ready", tmp_path / "told"
+    command = f"test -e {ready} && echo told >> {told}"
+    project.model("labels", rows(3), llm={**DETACHED, "on_complete": {"command": command}})
+    run(project)
+    assert "the command of on_complete ended with 1" in worker(project).stderr
+    ready.touch()
+    run(project)
+    run(project)
+    assert told.read_text() == "told\n"
 
 
 def test_status_shows_what_waits_for_workers(project: Project) -> None:

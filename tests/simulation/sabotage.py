@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 from batchsql.backends.batch import BatchLimits, Finding, ProviderBusyError, ShardLabel
-from batchsql.batches import Batches, _Ingest
+from batchsql.batches import Batches
+from batchsql.ingest import Ingest
 from batchsql.types import Call
 from batchsql.warehouse.batch_shards import BatchShard, BatchShardLedger
 from batchsql.warehouse.shards import ShardState
@@ -102,15 +103,15 @@ def believe_one_download() -> AbstractContextManager[Any]:
 
 
 def take_a_broken_download_for_whole() -> AbstractContextManager[Any]:
-    run = _Ingest.run
+    run = Ingest.run
 
-    def run_anyhow(self: _Ingest, call: Call) -> None:
+    def run_anyhow(self: Ingest, call: Call) -> None:
         try:
             run(self, call)
         except ProviderBusyError:
             return
 
-    return mock.patch.object(_Ingest, "run", run_anyhow)
+    return mock.patch.object(Ingest, "run", run_anyhow)
 
 
 def believe_not_found_at_once() -> AbstractContextManager[Any]:
@@ -143,15 +144,15 @@ def give_up_early() -> AbstractContextManager[Any]:
 @contextmanager
 def write_every_line() -> Iterator[None]:
     """Take a line that comes twice for news."""
-    write = _Ingest._write
+    write = Ingest._write
 
-    def write_and_forget(self: _Ingest, attempts: Any) -> None:
+    def write_and_forget(self: Ingest, attempts: Any) -> None:
         kept = dict(self.members)
         write(self, attempts)
         self.members.update(kept)
         self._seen.clear()
 
-    with mock.patch.object(_Ingest, "_write", write_and_forget):
+    with mock.patch.object(Ingest, "_write", write_and_forget):
         yield
 
 

@@ -17,7 +17,7 @@ RANKS = {
     "validate": 2, "plan": 2,
     "backends": 3, "warehouse": 3, "emulate": 3,
     "progress": 4, "judging": 4, "carrying": 4, "figures": 4, "sizing": 4,
-    "counting": 5, "pricing": 5, "placement": 5, "asking": 5,
+    "counting": 5, "ingest": 5, "pricing": 5, "placement": 5, "asking": 5,
     "batches": 6,
     "collecting": 7,
     "recovering": 8,
@@ -40,6 +40,7 @@ SIBLINGS = [
         "backends.google_batch", "backends.bedrock_batch", "backends.vllm",
     },
     {"backends.local", "backends.openai", "backends.anthropic_batch"},
+    {"backends.local", "backends.openai", "backends.vllm_ray"},
 ]  # fmt: skip
 
 

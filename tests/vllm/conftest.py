@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from batchsql.backends import vllm as vllm_backend
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -22,6 +25,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _engines_end_with_the_tests() -> Iterator[None]:
+    """End them while there is still a stderr that they can write to."""
+    yield
+    vllm_backend._close_all()
 
 
 def write_checkpoint(folder: Path) -> None:

@@ -22,33 +22,28 @@ pytest.importorskip("vllm")
 from batchsql.backends import vllm as vllm_backend
 from batchsql.backends.engine_host import in_flight_limit
 from batchsql.backends.vllm import VllmBackend, open_vllm
+from batchsql.backends.vllm_core import VllmCore
 from batchsql.backends.vllm_options import engine_arguments
 from batchsql.declare.returns import parse_returns
 from batchsql.errors import SpecError, SystemicError
-from batchsql.types import Call, Completion, FinishReason, Message, ModelRef, Outcome, Request, Role
+from batchsql.types import Call, Completion, FinishReason, ModelRef, Outcome, Request
 from batchsql.validate.structure import AnswerValidator
 from tests.support import lean
 from tests.support.project import duckdb_target
+from tests.vllm.asking import (
+    ALL_KEYWORDS,
+    ENGINE,
+    LABEL,
+    SLOTS,
+    ask,
+    call_for,
+    complete,
+    labelling_project,
+)
 from tests.vllm.conftest import SPECIAL, write_adapter
 
 # Raised by vLLM, torch and transformers as they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SLOTS = 4
-ENGINE = {"max_model_len": 512, "max_num_seqs": SLOTS}
-LABEL = {"label": {"enum": ["bug", "billing", "how to"]}}
-ALL_KEYWORDS = {
-    "whole": {"type": "integer"},
-    "bounded": {"type": "integer", "minimum": 1, "maximum": 5},
-    "free": {"type": "number"},
-    "text": {"type": "string", "minLength": 2, "maxLength": 12},
-    "label": {"enum": ["a", "b", None]},
-    "fixed": {"const": "x y"},
-    "yes": {"type": ["boolean", "null"]},
-    "day": {"type": "string", "format": "date"},
-    "list": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
-    "nested": {"type": "object", "properties": {"p": {"type": "integer"}}, "description": "any"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +54,6 @@ def backend(checkpoint: Path) -> Iterator[VllmBackend]:
 
 def model_at(folder: Path) -> ModelRef:
     return ModelRef("vllm", str(folder))
-
-
-def call_for(declared: dict[str, Any], max_tokens: int | None = None, **params: Any) -> Call:
-    returns, mistakes = parse_returns(declared)
-    assert mistakes == []
-    tokens = max_tokens or returns.default_max_tokens()
-    return Call(ModelRef("vllm", "tiny"), params, returns.object_schema(), tokens)
-
-
-def ask(number: int, text: str) -> Request:
-    return Request(f"{number:032x}", (Message(Role.SYSTEM, "Label."), Message(Role.USER, text)))
-
-
-def complete(backend: VllmBackend, call: Call, *texts: str) -> list[Completion]:
-    requests = [ask(number, text) for number, text in enumerate(texts)]
-    stream = backend.complete(iter(requests), call, threading.Event())
-    found = {c.request_key: c for c in stream if c is not None}
-    return [found[request.request_key] for request in requests]
 
 
 def test_every_schema_keyword_holds_without_white_space(backend: VllmBackend) -> None:
@@ -102,12 +79,12 @@ def test_single_enum_is_a_choice_of_finished_texts(backend: VllmBackend) -> None
     assert len(texts) > 1
 
 
-def test_completion_reports_usage_reason_and_model(backend: VllmBackend) -> None:
+def test_completion_reports_usage_reason_and_model(backend: VllmBackend, checkpoint: Path) -> None:
     first, again = complete(backend, call_for(LABEL), "The invoice is wrong. " * 9, "Hi.")
     assert first.finish_reason is FinishReason.STOP
     assert first.usage.input_tokens > again.usage.input_tokens > 20
     assert first.usage.output_tokens > 3
-    assert first.model_reported == str(model_at(backend._settings.folder))
+    assert first.model_reported == str(model_at(checkpoint))
     assert first.started_at is not None
     assert first.finished_at is not None
     assert first.started_at < first.finished_at
@@ -264,27 +241,61 @@ def test_run_builds_a_table_and_the_next_asks_nothing(checkpoint: Path, tmp_path
     assert (again.ok, again.requests_sent) == (40, 0)
 
 
-def test_killed_engine_is_started_anew_and_loses_nothing(backend: VllmBackend) -> None:
+def test_prompt_that_kills_the_engine_is_a_dead_letter_and_all_others_are_answered(
+    backend: VllmBackend, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's process is killed as soon as that prompt is on board, beside others."""
+    add = VllmCore.add
+    asked: list[str] = []
+
+    def add_and_kill(core: VllmCore, engine_id: str, token_ids: Any, sampling: Any) -> None:
+        add(core, engine_id, token_ids, sampling)
+        asked.append(core.tokenizer.decode(list(token_ids)))
+        if "poison" in asked[-1]:
+            kill_engine()
+
+    monkeypatch.setattr(VllmCore, "add", add_and_kill)
+    deaths, slots = backend.figures().get("deaths", 0), backend.capabilities.slots
+    bodies = [f"ticket {number}" for number in range(30)]
+    bodies[10] = "poison"
+    project = labelling_project(tmp_path, str(model_at(checkpoint)), ENGINE, bodies)
+    result = project.run("run")
+    assert result.ok, result.output
+    counts = result.response("labels")
+    assert [counts[name] for name in ("ok", "failed", "pending", "requests_sent")] == [29, 1, 0, 30]
+    query = project.target.query
+    assert query("select llm_status, count(*) from {schema}.labels group by 1 order by 1") == [
+        ("failed", 1),
+        ("ok", 29),
+    ]
+    assert query("select body from {schema}.labels where llm_status = 'failed'") == [("poison",)]
+    ((outcome, error, attempts),) = query(
+        "select outcome, error, attempts from {ledger}.dead_letters"
+    )
+    assert (outcome, attempts) == ("rejected", 1)
+    assert "the engine died on this prompt 2 times" in error
+    assert query("select state, requests, ok, failed from {ledger}.shards") == [
+        ("finished", 30, 29, 1)
+    ]
+    assert query("select outcome, count(*) from {ledger}.attempts group by 1 order by 1") == [
+        ("ok", 29),
+        ("rejected", 1),
+    ]
+    assert sum("poison" in text for text in asked) == 2
+    assert backend.figures()["deaths"] == deaths + 2
+    assert backend.capabilities.slots == slots // 4
+    asked.clear()
+    again = project.run("run")
+    assert (again.ok, again.response("labels")["failed"], asked) == (True, 1, [])
+
+
+def kill_engine() -> None:
     import multiprocessing
 
-    before = backend.capabilities.slots
-    texts = [f"text {number}" for number in range(30)]
-    requests = iter([ask(number, text) for number, text in enumerate(texts)])
-    keys, is_killed = [], False
-    for completion in backend.complete(requests, call_for(LABEL), threading.Event()):
-        if completion is None:
-            continue
-        assert completion.failure is None
-        keys.append(completion.request_key)
-        if not is_killed:
-            for child in multiprocessing.active_children():
-                if child.pid and child.name.startswith("EngineCore"):
-                    os.kill(child.pid, signal.SIGKILL)
-                    is_killed = True
-    assert is_killed
-    assert sorted(keys) == [f"{number:032x}" for number in range(30)]
-    assert backend.figures()["deaths"] == 1
-    assert backend.capabilities.slots == before // 2
+    (engine,) = (c for c in multiprocessing.active_children() if c.name.startswith("EngineCore"))
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.join()
 
 
 def test_identity_changes_with_what_makes_answers(checkpoint: Path, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ create table "{ledger}"."completions" (
     opened_at timestamp with time zone not null, fired_at timestamp with time zone);
 alter table "{ledger}"."shards" add column worker text;
 alter table "{ledger}"."shards" add column figures text;
+alter table "{ledger}"."completions" add column telling_until timestamp with time zone;
 create table "{ledger}"."queues" (
     enrichment text not null , run_id uuid not null, spec_version uuid not null,
     model text not null, route text not null, route_reason text, settings text not null,

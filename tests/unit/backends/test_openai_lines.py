@@ -129,6 +129,22 @@ def test_unreadable_line_has_no_id(line: bytes) -> None:
     assert parsed.completion.failure is Outcome.TRANSIENT
 
 
+def test_count_that_no_column_holds_is_left_out() -> None:
+    reply = {**body(), "usage": {"prompt_tokens": 1 << 63, "completion_tokens": 7}}
+    usage = parse({"status_code": 200, "request_id": "r", "body": reply}).usage
+    assert usage == Usage(output_tokens=7)
+
+
+@pytest.mark.parametrize(
+    "error", ['{"message":"bad \\ud800"}', "[" * 300 + "]" * 300, "[" * 1_000 + "]" * 1_000]
+)
+def test_no_error_of_a_line_breaks_the_others_off(error: str) -> None:
+    response = f'{{"status_code":400,"body":{{"error":{error}}}}}'
+    parsed = parse_line(f'{{"custom_id":"{ID}","response":{response}}}'.encode(), SCHEMA)
+    assert parsed.completion.request_key == KEY
+    assert parsed.completion.failure is not None and parsed.completion.error
+
+
 def test_foreign_id_has_no_request_key() -> None:
     response = {"status_code": 200, "body": body()}
     line = {"custom_id": "request-1", "response": response, "error": None}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from batchsql.backends.vllm_options import (
 )
 from batchsql.declare.returns import parse_returns
 from batchsql.errors import MissingExtraError, SpecError, SystemicError
-from batchsql.types import ModelRef
+from batchsql.types import Call, ModelRef, Request
 
 MODEL = ModelRef("vllm", "models/tiny")
 SOURCE = """
@@ -93,7 +94,8 @@ def test_wrong_option_is_a_mistake_with_or_without_vllm(name: str, value: Any, p
 def test_unknown_option_is_answered_with_the_list() -> None:
     (mistake,) = check_vllm({"swap_spaces": 1, "swap_space": 1, "lora": "x"})
     assert "did you mean swap_space?" in mistake.message
-    assert "Accepted: lora, max_num_seqs, swap_space" in mistake.message
+    accepted = "executor, lora, max_num_seqs, ray_actors, ray_address, swap_space"
+    assert f"Accepted: {accepted}" in mistake.message
 
 
 def test_registry_checks_options_and_parameters() -> None:
@@ -104,9 +106,22 @@ def test_registry_checks_options_and_parameters() -> None:
 
 
 @missing
-def test_missing_vllm_names_the_extra(tmp_path: Path) -> None:
+def test_missing_vllm_names_the_extra_once_a_request_is_asked(tmp_path: Path) -> None:
+    (tmp_path / MODEL.name).mkdir(parents=True)
+    (tmp_path / MODEL.name / "model.safetensors").write_bytes(bytes(8))
+    backend = registry.open_backend(MODEL, {}, tmp_path)
+    call = Call(MODEL, {}, {}, 10)
     with pytest.raises(MissingExtraError, match=r"batchsql\[vllm\]"):
-        registry.open_backend(MODEL, {}, tmp_path)
+        list(backend.complete(iter([Request("0" * 32, ())]), call, threading.Event()))
+
+
+def test_commit_of_the_hub_is_known_without_fetching_it(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = ModelRef("vllm", "organisation/model")
+    backend = open_vllm(model, {"revision": commit, "dtype": "half"}, tmp_path)
+    assert backend.identity() == {"hub_commit": commit, "dtype": "half"}
+    other = open_vllm(model, {"revision": commit[::-1], "dtype": "half"}, tmp_path)
+    assert other.identity() != backend.identity()
 
 
 def test_opening_refuses_what_cannot_be(tmp_path: Path) -> None:

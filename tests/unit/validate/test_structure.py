@@ -87,6 +87,11 @@ def test_answer_is_stored_in_canonical_form(fragment: Any, value: str, canonical
         (TEXT, "{}", "v: it is missing"),
         (TEXT, '{"v": "a", "w": 1}', "w: it is not in the schema; got 1"),
         (TEXT, '{"v": "a", "v": "b"}', "v: the key stands there twice"),
+        (
+            {"type": "array", "items": {"type": "object", "properties": {"a": TEXT}}},
+            '{"v": [{"a": "b", "a": "c"}]}',
+            "a: the key stands there twice",
+        ),
         (TEXT, "[1]", "no JSON object"),
         (TEXT, '{"v": "a"} and more', "not JSON"),
         (TEXT, 'Sure: ```json\n{"v": "a"}\n```', "not JSON"),
