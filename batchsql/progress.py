@@ -13,15 +13,20 @@ FEWEST_FOR_AN_ESTIMATE = 20
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is with its requests, or with what ``noun`` names."""
+    """How far a run is with its requests, or with what ``noun`` names.
+
+    Without a ``total`` others work on them too, so how many are this one's is not known.
+    """
 
     done: int
-    total: int
+    total: int | None
     seconds: float
     noun: str = "requests"
 
     def __str__(self) -> str:
         rate = self.done / self.seconds if self.seconds else 0.0
+        if self.total is None:
+            return f"{self.done:,} {self.noun}, {rate:.1f}/s"
         share = f"{100 * self.done // self.total} %" if self.total else "100 %"
         text = f"{self.done:,} of {self.total:,} {self.noun} ({share}), {rate:.1f}/s"
         if self.done >= self.total or self.done < FEWEST_FOR_AN_ESTIMATE:

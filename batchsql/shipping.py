@@ -99,6 +99,7 @@ class _Pass:
     flushed_at: float = field(default_factory=time.monotonic)
     renewed_at: float = field(default_factory=time.monotonic)
     handled: int = 0
+    others: int = 0
 
 
 class Shipper:
@@ -245,7 +246,8 @@ class Shipper:
     def _progress(state: _Pass, total: int, now: float) -> str:
         # Once it can be told, the time that an engine takes to start is left out.
         since = state.started_at if state.handled < FEWEST_FOR_AN_ESTIMATE else state.first_at
-        return str(Progress(state.handled, total, now - (since or now)))
+        whole = None if state.others else total
+        return str(Progress(state.handled, whole, now - (since or now)))
 
     def _feed(self, state: _Pass) -> Iterator[Request]:
         """Claim shard after shard, each when the one before has been taken whole."""
@@ -278,13 +280,12 @@ class Shipper:
             return abilities.shard_requests
         now = time.monotonic()
         self._figures.look(now, is_due=True)
+        free, state.others = self._ledger.count_share(self._order.spec_version, self._order.owner)
         return shard_size(
-            abilities.shard_requests,
-            abilities.slots,
-            state.handled,
-            now - (state.fed_at or now),
-            lambda: self._ledger.count_share(self._order.spec_version, self._order.owner),
-        )
+            abilities.shard_requests, abilities.slots,
+            handled=state.handled, seconds=now - (state.fed_at or now),
+            free=free, others=state.others,
+        )  # fmt: skip
 
     def _feed_shard(self, shard: Shard, state: _Pass) -> Iterator[Request]:
         for claim in shard.claims:

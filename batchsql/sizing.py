@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 SHARD_SECONDS = 600.0
 """The work that a shard should hold: between the overhead of many and the unfairness of few."""
@@ -13,12 +12,9 @@ MOST_REQUESTS = 20_000
 
 _ENOUGH_TO_MEASURE = 100
 
-CountShare = Callable[[], "tuple[int, int]"]
-"""Returns how many wanted requests nobody claims, and how many others work on them."""
-
 
 def shard_size(
-    least: int, slots: int, handled: int, seconds: float, count_share: CountShare
+    least: int, slots: int, *, handled: int, seconds: float, free: int, others: int
 ) -> int:
     """Return how many requests to claim next, from the speed until now.
 
@@ -30,12 +26,12 @@ def shard_size(
         slots: how many requests the engine works on at once.
         handled: how many were answered.
         seconds: the time that took.
-        count_share: looked at last.
+        free: how many wanted requests nobody claims.
+        others: how many others work on them.
     """
     size = least
     if handled >= _ENOUGH_TO_MEASURE and seconds > 0:
         size = min(MOST_REQUESTS, max(slots, round(handled / seconds * SHARD_SECONDS)))
-    free, others = count_share()
     if others:
         size = min(size, max(slots, math.ceil(free / (others + 1) / 2)))
     return max(1, size)

@@ -158,7 +158,7 @@ class Bench:
         """Run a whole job; return its seconds, and keep the hit rate of its prompts."""
         sized: Callable[..., int] = shipping.shard_size
         if shard_requests:
-            sized = lambda *_: shard_requests  # noqa: E731
+            sized = lambda *_, **__: shard_requests  # noqa: E731
         self._empty_cache()
         before = dict(self.backend.figures())
         with (

@@ -38,7 +38,7 @@ _CLOSE_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
 _AUTO, _LOCAL = "auto", "local"
 _connecting = threading.Lock()
-_is_connected = False  # by us, not by the program around us
+_connection: threading.Event | None = None  # of ours, not of the program around us
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,11 +321,27 @@ def connect(address: str | None, engines: int | None) -> None:
     import ray
     import ray.data
 
-    global _is_connected
+    global _connection
+    outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def keep() -> None:
+        try:
+            _connect(address or os.environ.get("RAY_ADDRESS"), engines)
+        except Exception as error:  # noqa: BLE001  raised again in the caller's thread
+            outcome.put(error)
+            return
+        outcome.put(None)
+        over.wait()
+
     with _connecting:
         if not ray.is_initialized():
-            _connect(address or os.environ.get("RAY_ADDRESS"), engines)
-            _is_connected = True
+            # Linux ends the processes of a Ray that is started here with the thread, not only with
+            # the process, that started them.
+            threading.Thread(target=keep, name="batchsql-ray-keep", daemon=True).start()
+            if (error := outcome.get()) is not None:
+                raise error
+            _connection = over
 
 
 def _connect(chosen: str | None, engines: int | None) -> None:
@@ -355,12 +371,13 @@ def _connect(chosen: str | None, engines: int | None) -> None:
 
 def disconnect() -> None:
     """End the connection to Ray that ``connect`` made, and a Ray that it started."""
-    global _is_connected
-    if _is_connected:
+    global _connection
+    if _connection is not None:
         import ray
 
         ray.shutdown()
-        _is_connected = False
+        _connection.set()
+        _connection = None
 
 
 def _check_reachable(address: str) -> None:
@@ -392,7 +409,7 @@ def _quieten() -> None:
     """Keep Ray off the terminal: what matters of it is raised, the rest is in its own logs."""
     from ray._private import worker
 
-    if _is_connected:  # it prints the deaths of actors to stdout, which belongs to dbt
+    if _connection is not None:  # it prints the deaths of actors to stdout, which belongs to dbt
         worker.print_to_stdstream = lambda *args, **kwargs: None
     for handler in logging.getLogger("ray.data").handlers:
         if type(handler).__name__ == "PlainRayHandler":

@@ -21,6 +21,7 @@ def test_duration_is_written_for_people(seconds: float, text: str) -> None:
         (Progress(0, 3_080, 0.0), "0 of 3,080 requests (0 %), 0.0/s"),
         (Progress(3_080, 3_080, 10.0), "3,080 of 3,080 requests (100 %), 308.0/s"),
         (Progress(50, 100, 5.0, "rows"), "50 of 100 rows (50 %), 10.0/s, 5 s left"),
+        (Progress(50, None, 5.0), "50 requests, 10.0/s"),
     ],
 )
 def test_progress_says_how_much_is_left_once_it_can_tell(progress: Progress, text: str) -> None:

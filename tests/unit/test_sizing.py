@@ -16,7 +16,8 @@ from batchsql.sizing import MOST_REQUESTS, SHARD_SECONDS, shard_size
     ],
 )
 def test_shard_holds_ten_minutes_of_work(handled: int, seconds: float, expected: float) -> None:
-    assert shard_size(1000, 64, handled, seconds, lambda: (10**6, 0)) == expected
+    size = shard_size(1000, 64, handled=handled, seconds=seconds, free=10**6, others=0)
+    assert size == expected
 
 
 @pytest.mark.parametrize(
@@ -30,4 +31,5 @@ def test_shard_holds_ten_minutes_of_work(handled: int, seconds: float, expected:
     ],
 )
 def test_last_shards_are_shared_with_others(free: int, others: int, expected: int) -> None:
-    assert shard_size(1000, 64, 1000, 100.0, lambda: (free, others)) == expected
+    size = shard_size(1000, 64, handled=1000, seconds=100.0, free=free, others=others)
+    assert size == expected
