@@ -12,7 +12,9 @@ import orjson
 LOOK_SECONDS = 10.0
 """How often an engine's figures are read while it works."""
 
-_SOONEST_SECONDS = 1.0
+SOON_SECONDS = 1.0
+"""How often at most, where a shard begins or ends."""
+
 _MOST_LOOKS = 400
 _RATES = ("prompt_tokens", "generated_tokens")
 _GAUGES = ("running", "waiting", "kv_cache_use")
@@ -36,11 +38,9 @@ class FigureLog:
     read: Callable[[], Mapping[str, float]]
     _looks: list[_Look] = field(default_factory=list)
 
-    def look(self, now: float, *, is_due: bool = False) -> None:
-        """Read the figures if the last look is long ago, or, where one is due, not a moment ago."""
-        if self._looks and now - self._looks[-1].at < (
-            _SOONEST_SECONDS if is_due else LOOK_SECONDS
-        ):
+    def look(self, now: float, soonest: float = LOOK_SECONDS) -> None:
+        """Read the figures unless the last look is fewer than ``soonest`` seconds ago."""
+        if self._looks and now - self._looks[-1].at < soonest:
             return
         if found := self.read():
             self._looks.append(_Look(now, dict(found)))
@@ -53,7 +53,8 @@ class FigureLog:
         Totals are of that time, gauges are their means, and ``over_time`` holds one value for each
         look. The engine may have worked on other shards at the same time; they are counted in.
         """
-        self.look(now, is_due=True)
+        has_looked = bool(self._looks) and self._looks[-1].at >= since
+        self.look(now, SOON_SECONDS if has_looked else 0.0)
         first = next((n for n, each in enumerate(self._looks) if each.at >= since), None)
         if first is None:
             return None

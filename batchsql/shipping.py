@@ -14,7 +14,7 @@ from threading import Event
 from batchsql.backends.base import StreamBackend, figures_of
 from batchsql.counting import ShipCounts, count_attempts
 from batchsql.errors import BatchsqlError, ReconciliationError
-from batchsql.figures import FigureLog
+from batchsql.figures import SOON_SECONDS, FigureLog
 from batchsql.judging import Judge
 from batchsql.progress import FEWEST_FOR_AN_ESTIMATE, PROGRESS_SECONDS, Progress, format_seconds
 from batchsql.sizing import shard_size
@@ -279,7 +279,7 @@ class Shipper:
         if not abilities.is_engine:  # what an endpoint answers is written at once, in any shard
             return abilities.shard_requests
         now = time.monotonic()
-        self._figures.look(now, is_due=True)
+        self._figures.look(now, SOON_SECONDS)
         free, state.others = self._ledger.count_share(self._order.spec_version, self._order.owner)
         return shard_size(
             abilities.shard_requests, abilities.slots,

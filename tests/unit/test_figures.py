@@ -103,3 +103,12 @@ def test_looks_are_spaced_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = summed(log, 0.0, 60_000.0)
     assert len(found["over_time"]["seconds"]) <= 51
     assert found["prompt_tokens"] > 590_000
+
+
+def test_shard_of_a_moment_has_figures_too() -> None:
+    engine = Engine()
+    log = FigureLog(engine.read)
+    engine.at(100.0, 10.0)
+    log.look(50.0, figures.SOON_SECONDS)
+    engine.at(180.0, 18.0)
+    assert summed(log, 50.1, 50.4)["prompt_tokens"] == 80.0
