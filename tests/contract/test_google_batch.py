@@ -215,8 +215,8 @@ def test_batch_whose_reply_was_lost_is_found_by_its_name(
     emulator: Emulator, desk: Desk, monkeypatch: pytest.MonkeyPatch, behaviour: str
 ) -> None:
     desk.create(shard_id=OTHER)
-    monkeypatch.setattr(google_batch, "LIMITS", replace(LIMITS, create_seconds=0.6))
-    desk.seconds = 0.6
+    monkeypatch.setattr(google_batch, "LIMITS", replace(LIMITS, create_seconds=1.5))
+    desk.seconds = 1.5
     emulator.misbehave(Rule(behaviour=behaviour, endpoint="google.batches.create", count=1))
     with raises(MaybeCreatedError):
         desk.create()
