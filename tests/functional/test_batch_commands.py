@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,12 +263,14 @@ def test_lock_wait_waits_until_the_file_is_free(
 ) -> None:
     pauses = []
 
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 2:
-            holder.end()
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            if len(pauses) == 2:
+                holder.end()
+            return False
 
-    monkeypatch.setattr(batches.time, "sleep", pause)
+    monkeypatch.setattr(batches, "Event", Stop)
     result = call(duck, "collect", "--lock-wait", "1h")
     assert result.exit_code == 0, result.output
     assert len(pauses) == 2
