@@ -18,7 +18,7 @@ demo: $(VENV)/.demo ## label 300 support tickets with a small model on this mach
 	@$(BIN)/python example_project/demo.py
 
 test: $(VENV)/.dev ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-vllm: ## run the tests of vLLM, on its build for CPUs, in an environment of their own
 	VENV=$(VENV)-vllm .ci/vllm

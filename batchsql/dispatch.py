@@ -15,7 +15,7 @@ from batchsql.counting import ShipCounts
 from batchsql.declare.spec import Declaration
 from batchsql.judging import Judge
 from batchsql.plan.route import RouteFacts, RoutePlan, plan_route
-from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
+from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError, flush_rows
 from batchsql.types import Call, Message, Route, RouteChoice, Runner
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.shards import ShardOrder, ShardState
@@ -226,7 +226,8 @@ class Dispatcher:
         declaration = self._declaration
         shipper = Shipper(
             Pace(
-                declaration.subject, declaration.flush_rows, declaration.flush_seconds,
+                declaration.subject,
+                flush_rows(declaration.flush_rows, self._backend), declaration.flush_seconds,
                 declaration.lease_seconds,
             ),
             self._context.ledger, self._backend,

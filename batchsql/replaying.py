@@ -31,7 +31,7 @@ from batchsql.judging import Judge
 from batchsql.placement import check_egress
 from batchsql.plan.cost import Prices, estimate_tokens
 from batchsql.runner import ITEM_KEY, OUTPUT, EnrichmentRun
-from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError
+from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError, flush_rows
 from batchsql.types import Call, Completion, Message, ModelRef, Request, Route
 from batchsql.warehouse.base import (
     Column,
@@ -323,7 +323,7 @@ def ask_again(
     ledger.load_todo(iter_positions(_listed(replay.keys)))
     requests = report.replay_listed(run_id)
     pace = Pace(
-        declaration.subject, declaration.flush_rows, declaration.flush_seconds,
+        declaration.subject, flush_rows(declaration.flush_rows, backend), declaration.flush_seconds,
         declaration.lease_seconds,
     )  # fmt: skip
     shipper = Shipper(

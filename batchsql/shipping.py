@@ -27,6 +27,9 @@ Say = Callable[[str], None]
 WAIT_SECONDS = 0.5
 """How often a run looks whether another one has answered what both want."""
 
+FLUSH_ROWS = 100
+ENGINE_FLUSH_ROWS = 1000
+
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
 """How long a run waits before it sends again what failed for no fault of its own."""
@@ -38,12 +41,19 @@ class StoppedError(BatchsqlError):
     """The run was asked to stop. What was answered until then is kept."""
 
 
+def flush_rows(declared: int | None, backend: StreamBackend) -> int:
+    """Return after how many answers they are written: fewer where each of them is paid for."""
+    if declared is not None:
+        return declared
+    return ENGINE_FLUSH_ROWS if backend.capabilities.is_engine else FLUSH_ROWS
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often what comes back is written, and how long a silent run keeps its claims."""
 
     subject: str
-    flush_rows: int = 100
+    flush_rows: int = FLUSH_ROWS
     flush_seconds: float = 5.0
     lease_seconds: float = 60.0
 

@@ -21,7 +21,7 @@ from batchsql.counting import ShipCounts
 from batchsql.declare.keys import canonical_json
 from batchsql.errors import BackendError, BatchsqlError
 from batchsql.placement import may_ask
-from batchsql.shipping import Pace, Say, SendLimit, Shipper
+from batchsql.shipping import Pace, Say, SendLimit, Shipper, flush_rows
 from batchsql.types import ModelRef
 from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.queue import Queue
@@ -132,7 +132,7 @@ class Worker:
             return
         settings = queue.settings
         pace = Pace(
-            _short(queue.enrichment), int(settings["flush_rows"]),
+            _short(queue.enrichment), flush_rows(settings["flush_rows"], backend),
             float(settings["flush_seconds"]), float(settings["lease_seconds"]),
         )  # fmt: skip
         self._ledger.list_queue(queue.enrichment)

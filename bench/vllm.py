@@ -54,6 +54,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rows", type=int, default=2000)
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments.add_argument("--only", choices=["bare", "shards", "worker", "orders"])
     given = arguments.parse_args()
     from tests.vllm.conftest import write_checkpoint
 
@@ -63,12 +64,16 @@ def main() -> None:
         bench = Bench(folder, given.rows)
         bench.ours("warm", rows=64)
         print(f"vLLM on a CPU, {given.rows:,} prompts, median of {given.rounds} turns")
-        compare(bench, given.rounds)
-        compare_shards(bench, given.rounds)
-        bench_worker(bench)
+        if given.only in (None, "bare"):
+            compare(bench, given.rounds)
+        if given.only in (None, "shards"):
+            compare_shards(bench, given.rounds)
+        if given.only in (None, "worker"):
+            bench_worker(bench)
         _loaded.clear()
         bench.close()
-        compare_orders(folder, given.rows, given.rounds)
+        if given.only in (None, "orders"):
+            compare_orders(folder, given.rows, given.rounds)
 
 
 def compare(bench: Bench, rounds: int) -> None:
@@ -93,7 +98,7 @@ def compare_shards(bench: Bench, rounds: int) -> None:
 
 def compare_orders(folder: Path, rows: int, rounds: int) -> None:
     # Room for some of the beginnings, not for all: else any order would do.
-    bench = Bench(folder, rows, {"kv_cache_memory_bytes": 24 << 20, "max_num_seqs": 16})
+    bench = Bench(folder, rows, {"kv_cache_memory_bytes": 5 << 20, "max_num_seqs": 12})
     bench.ours("warm", rows=64)
     seconds: dict[str, list[float]] = {"ordered": [], "shuffled": []}
     hits: dict[str, list[float]] = {"ordered": [], "shuffled": []}
@@ -112,10 +117,11 @@ def compare_orders(folder: Path, rows: int, rounds: int) -> None:
 
 
 def bench_worker(bench: Bench) -> None:
-    wall, warehouse = bench.worker()
-    print(
-        f"  a worker: {100 * warehouse / wall:.1f} % of {wall:.1f} s with the warehouse (bar 3 %)"
-    )
+    wall, calls = bench.worker()
+    share = 100 * sum(calls.values()) / wall
+    print(f"  a worker: {share:.1f} % of {wall:.1f} s with the warehouse (bar 3 %)")
+    for name, seconds in sorted(calls.items(), key=lambda item: -item[1])[:4]:
+        print(f"    {name:20} {100 * seconds / wall:4.1f} %")
 
 
 def show(name: str, rows: int, seconds: list[float], more: str = "") -> None:
@@ -212,9 +218,9 @@ class Bench:
         assert len(answers) == self.rows
         return seconds
 
-    def worker(self) -> tuple[float, float]:
-        """Let a worker answer a queue; return its seconds, and those spent with the warehouse."""
-        spent = [0.0]
+    def worker(self) -> tuple[float, dict[str, float]]:
+        """Let a worker answer a queue; return its seconds, and those in each call of the ledger."""
+        spent: dict[str, float] = {}
         self._empty_cache()
         with self.table("worker", self.rows) as connection:
             run = open_run(connection, self.declare(runner="detached"), self.backend)
@@ -239,7 +245,7 @@ class Bench:
                 pass
             seconds = time.perf_counter() - started
             assert worker.worked.counts.ok == self.rows
-        return seconds, spent[0]
+        return seconds, spent
 
     def _empty_cache(self) -> None:
         if _loaded:
@@ -252,7 +258,7 @@ class Bench:
 class Timed:
     """A ledger that counts the seconds spent in its methods."""
 
-    def __init__(self, ledger: Ledger, spent: list[float]) -> None:
+    def __init__(self, ledger: Ledger, spent: dict[str, float]) -> None:
         self._ledger = ledger
         self._spent = spent
 
@@ -266,7 +272,8 @@ class Timed:
             try:
                 return found(*args, **kwargs)
             finally:
-                self._spent[0] += time.perf_counter() - started
+                taken = time.perf_counter() - started
+                self._spent[name] = self._spent.get(name, 0.0) + taken
 
         return timed
 

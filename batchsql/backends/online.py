@@ -538,10 +538,15 @@ def lost_connection(error: Exception) -> Failure:
     return Failure(Outcome.TRANSIENT, f"the connection failed: {detail}", is_unreachable=True)
 
 
+_MOST_TOKENS = 1 << 63  # what a column of the ledger cannot hold
+
+
 def tokens(counts: object, name: str) -> int:
     """Return a count of a reply's usage, 0 where the server gives none."""
-    value = counts.get(name) if isinstance(counts, dict) else None
-    return value if isinstance(value, int) and 0 < value < 1 << 63 else 0
+    if not isinstance(counts, dict):
+        return 0
+    value = counts.get(name)
+    return value if isinstance(value, int) and 0 < value < _MOST_TOKENS else 0
 
 
 def only_headers(

@@ -47,7 +47,7 @@ class LlmConfig(BaseModel):
     read_from: list[str] | str = []
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     ledger_schema: Annotated[str, Field(min_length=1)] | None = None
-    flush_rows: Annotated[int, Field(ge=1)] = 100
+    flush_rows: Annotated[int, Field(ge=1)] | None = None
     flush_seconds: Annotated[float, Field(gt=0)] = 5.0
     lease_seconds: Annotated[float, Field(ge=1)] = 60.0
     # Strict mode takes no text for an enum.

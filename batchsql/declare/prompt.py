@@ -14,7 +14,7 @@ from jinja2.runtime import Context
 
 from batchsql.declare.environment import ENVIRONMENT, GLOBALS, MAX_RENDERED_CHARS
 from batchsql.declare.normalize import Normalize
-from batchsql.declare.printing import in_utc
+from batchsql.declare.printing import in_utc, print_value
 from batchsql.declare.references import (
     ROW,
     PrefixInterruption,
@@ -96,8 +96,28 @@ def parse_prompt(source: str) -> Prompt:
         _row_keys=_distinct(ref.column for ref in found if ref.by_row),
         _interruptions=find_interruption(tree, references),
         _template=template,
+        _plain=_plain_parts(tree),
         _prefix_text=_render_prefix_text(start, is_whole=not found),
     )
+
+
+def _plain_parts(tree: nodes.Template) -> tuple[str | nodes.Name, ...] | None:
+    """Return the texts and names that a template prints one after the other, if that is all.
+
+    Most prompts are no more than that, and joining the texts takes a third of rendering them.
+    """
+    parts: list[str | nodes.Name] = []
+    for output in tree.body:
+        if not isinstance(output, nodes.Output):
+            return None
+        for child in output.nodes:
+            if isinstance(child, nodes.TemplateData):
+                parts.append(child.data)
+            elif isinstance(child, nodes.Name):
+                parts.append(child)
+            else:
+                return None
+    return tuple(parts)
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
@@ -238,6 +258,7 @@ class Prompt:
     _row_keys: tuple[str, ...] = field(repr=False)
     _interruptions: tuple[PrefixInterruption, ...] = field(repr=False)
     _template: Template = field(repr=False, compare=False)
+    _plain: tuple[str | nodes.Name, ...] | None = field(repr=False, compare=False)
     _prefix_text: str = field(repr=False, compare=False)
 
     @property
@@ -283,8 +304,26 @@ class Prompt:
             _variables=tuple((name, position[actual[name]]) for name in self._variables),
             _row_keys=row_keys,
             _template=self._template,
+            _plain=self._bind_plain({name: position[actual[name]] for name in self._variables}),
             _prefix_text=self._prefix_text,
         )
+
+    def _bind_plain(self, position: Mapping[str, int]) -> tuple[str | int, ...] | None:
+        """Return the parts after the prefix, each a text or the number of an input."""
+        parts: list[str | int] = []
+        for part in self._plain or ():
+            if isinstance(part, str):
+                parts.append(part)
+            elif part.name in position:
+                parts.append(position[part.name])
+            else:  # something of the template language
+                return None
+        if not parts or not isinstance(parts[0], str):
+            return tuple(parts) if parts and not self._prefix_text else None
+        if not parts[0].startswith(self._prefix_text):
+            return None
+        parts[0] = parts[0][len(self._prefix_text) :]
+        return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -302,6 +341,7 @@ class BoundPrompt:
     _variables: tuple[tuple[str, int], ...] = field(repr=False)
     _row_keys: tuple[tuple[str, int], ...] = field(repr=False)
     _template: Template = field(repr=False, compare=False)
+    _plain: tuple[str | int, ...] | None = field(repr=False, compare=False)
     _prefix_text: str = field(repr=False, compare=False)
 
     def render(self, values: Sequence[Any] | Mapping[str, Any]) -> tuple[Message, ...]:
@@ -331,6 +371,10 @@ class BoundPrompt:
             cells = [in_utc(cell) for cell in values]
         except OverflowError as error:
             raise RenderError(f"a time does not fit into UTC: {error}") from error
+        if self._plain is not None:
+            text = self._join(cells)
+            if text is not None:
+                return split_messages(text, self.mode)
         variables = {name: cells[index] for name, index in self._variables}
         if self._row_keys:
             variables[ROW] = _Row((name, cells[index]) for name, index in self._row_keys)
@@ -340,3 +384,16 @@ class BoundPrompt:
         if not text.startswith(self._prefix_text):
             raise RenderError("the start of the prompt is not the same for every row")
         return split_messages(text[len(self._prefix_text) :], self.mode)
+
+    def _join(self, cells: Sequence[Any]) -> str | None:
+        """Return what follows the prefix, None where only a rendering can say what is wrong."""
+        try:
+            text = "".join(
+                [
+                    part if isinstance(part, str) else print_value(cells[part])
+                    for part in self._plain or ()
+                ]
+            )
+        except Exception:  # noqa: BLE001  rendered once more, for the line to name
+            return None
+        return text if len(text) + len(self._prefix_text) <= MAX_RENDERED_CHARS else None

@@ -58,7 +58,7 @@ class Declaration:
     read_from: tuple[str, ...]
     max_attempts: int
     ledger_schema: str | None
-    flush_rows: int
+    flush_rows: int | None
     flush_seconds: float
     lease_seconds: float
     route: RouteChoice

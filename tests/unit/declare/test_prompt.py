@@ -2,6 +2,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from typing import Any
 
 import jinja2
@@ -13,6 +14,7 @@ from batchsql.declare import roles
 from batchsql.declare.normalize import normalize_text
 from batchsql.declare.printing import print_value
 from batchsql.declare.prompt import (
+    BoundPrompt,
     PromptSyntaxError,
     RenderError,
     UnknownColumnsError,
@@ -368,6 +370,40 @@ def test_prefix_that_fails_is_reported_by_the_row() -> None:
 
 
 def test_prefix_that_is_not_shared_is_an_error() -> None:
-    bound = parse_prompt("system:\nS\nuser:\n{{ a }}").bind(["a"])
+    bound = parse_prompt("system:\nS\nuser:\n{{ a | upper }}").bind(["a"])
     with pytest.raises(RenderError, match="same for every row"):
         replace(bound, _prefix_text="other").render(["x"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text", "", "user:\nnot a role line", "{{ b }}", None, True, 3, 0.1, Decimal("1.50"),
+        datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), [1, "x"], {"k": None}, b"\x00",
+        object(),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "system:\nYou label.\nuser:\n{{ a }}\n{{ B }}\n",
+        "{{ a }}",
+        "user:\n{{ a }}assistant: {{ a }}\nassistant:\n{{ B }}",
+        "{# only this #}user:\nA {{- a }} {{ range }}",
+    ],
+)
+def test_plain_prompt_is_what_its_rendering_is(source: str, value: Any) -> None:
+    prompt = parse_prompt(source)
+    bound = prompt.bind(["a", "b", "range"])
+    assert bound._plain is not None
+    rendered = replace(bound, _plain=None)
+    given_row = {"a": value, "b": "two\r\nlines ", "range": 1}
+    values = [given_row[name] for name in bound.inputs]
+
+    def outcome(each: BoundPrompt) -> object:
+        try:
+            return each.render(values)
+        except RenderError as error:
+            return str(error)
+
+    assert outcome(bound) == outcome(rendered)
