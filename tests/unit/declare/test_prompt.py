@@ -379,8 +379,8 @@ def test_prefix_that_is_not_shared_is_an_error() -> None:
     "value",
     [
         "text", "", "user:\nnot a role line", "{{ b }}", None, True, 3, 0.1, Decimal("1.50"),
-        datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), [1, "x"], {"k": None}, b"\x00",
-        object(),
+        datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), [1, "x"], {"k": None},
+        b"\x00", object(),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
