@@ -472,17 +472,20 @@ class EnrichmentRun:
             f"(select item_key as __batchsql_item, request_key as __batchsql_request "
             f"from {self.context.ledger.relation('items')})"
         )
-        wanted = (
-            f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} as __batchsql_wanted, "
-            f"{urgent} as __batchsql_urgent{{}} "
-            f"from {self.candidate} left join {items} k "
-            f"on {REQUEST_KEY} is null and __batchsql_item = {ITEM_KEY} "
-            f"where {OUTPUT} is null group by 1"
-        )
+
+        def wanted(more: str = "") -> str:
+            return (
+                f"select coalesce({REQUEST_KEY}, __batchsql_request)::{text} "
+                f"as __batchsql_wanted, {urgent} as __batchsql_urgent{more} "
+                f"from {self.candidate} left join {items} k "
+                f"on {REQUEST_KEY} is null and __batchsql_item = {ITEM_KEY} "
+                f"where {OUTPUT} is null group by 1"
+            )
+
         texts = [sql.key_text for sql in self._inputs.values()]
         starts = [f"min(left({each}, 200))" for each in texts]
         if not is_engine:
-            return f"{wanted.format('')} order by {', '.join(starts)}, 1"
+            return f"{wanted()} order by {', '.join(starts)}, 1"
         # An engine keeps the beginning that neighbours share, and works best on texts of about one
         # length. The keys are hashes: what is alike in both comes shuffled. A few of the longest go
         # first, since it is these that do not fit into its memory.
@@ -493,7 +496,7 @@ class EnrichmentRun:
         return (
             "select __batchsql_wanted, __batchsql_urgent from (select *, row_number() over "
             f"(order by size desc, __batchsql_wanted) as place from "
-            f"({wanted.format(f', {length} as size{columns}')}) w) w "
+            f"({wanted(f', {length} as size{columns}')}) w) w "
             f"order by case when place <= {LONGEST_FIRST} then 0 else 1 end, {names}, "
             "__batchsql_wanted"
         )

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -168,8 +169,8 @@ def search() -> Search:
 @pytest.fixture(autouse=True)
 def planted(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Path:
-    """Plant the keys, give temporary files a folder of their own and return that."""
+) -> Iterator[Path]:
+    """Plant the keys, give temporary files a folder of their own and yield that."""
     if "[postgres]" in request.node.name:
         request.getfixturevalue("postgres_uri")  # its server outlives that folder
     for name, value in PLANTED.items():
@@ -179,14 +180,15 @@ def planted(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
     for name in ("AWS_PROFILE", "AWS_BEARER_TOKEN_BEDROCK"):
         monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    # Not pytest's: a socket of a child's in it may have a path of some 100 characters.
+    folder = Path(tempfile.mkdtemp(prefix="bq_"))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(online, "FIRST_BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr(openai_batch, "_DOWNLOAD_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(batches, "FIRST_PAUSE_SECONDS", 0.05)
-    return folder
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -386,7 +388,8 @@ def test_keys_that_a_server_repeats_are_kept_nowhere(
         assert origin.heard
     search.text("messages", nights.said)
     search.tables(target)
-    search.folder(planted.parent)
+    search.folder(planted)
+    search.folder(Path(target.profile["path"]).parent)
     search.text("stdout and stderr", capfd.readouterr())
     assert list(planted.iterdir()) == []
     search.assert_nothing()
@@ -494,6 +497,7 @@ def test_a_run_that_is_killed_leaves_no_secret_behind(
         child = forks.start(_run_killed, nights.job, conduct)
         assert child.wait() == -9
     search.tables(target)
+    search.folder(planted)
     search.folder(tmp_path)
     search.assert_nothing()
 
