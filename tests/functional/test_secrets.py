@@ -180,6 +180,8 @@ def planted(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
     for name in ("AWS_PROFILE", "AWS_BEARER_TOKEN_BEDROCK"):
         monkeypatch.delenv(name, raising=False)
+    if "forks" in request.fixturenames:
+        request.getfixturevalue("forks").serve()  # it outlives that folder too
     # Not pytest's: a socket of a child's in it may have a path of some 100 characters.
     folder = Path(tempfile.mkdtemp(prefix="bq_"))
     monkeypatch.setenv("TMPDIR", str(folder))

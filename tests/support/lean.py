@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,10 @@ class Forks:
         path = os.environ.get("PYTHONPATH", "")
         if str(ROOT) not in path.split(os.pathsep):
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
+
+    def serve(self) -> None:
+        """Start the server now, with its socket in the folder for temporary files of now."""
+        forkserver.ensure_running()
 
     def start(self, target: Callable[..., object], *args: object) -> Child:
         """Run a function in a new process; what it returns is its report."""
