@@ -22,6 +22,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
 from batchsql.backends import ray_pool, vllm_ray
+from batchsql.backends import vllm as vllm_backend
 from batchsql.backends.base import Capabilities
 from batchsql.backends.ray_engine import EnginePlan
 from batchsql.backends.vllm_ray import RayBackend, open_engine
@@ -47,11 +48,13 @@ ENGINE_ACTOR, ENGINE_CORE = "ray::MapWorker", "VLLM::EngineCore"
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
     """Nothing of Ray is left when this module's tests are over."""
+    vllm_backend._close_all()  # engines of other modules' tests would be counted as Ray's
+    others = {pid for pid, _ in processes()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # or whatever runs beside comes first
         patch.setattr(ray_pool, "LOST_SECONDS", 10.0)
         yield
-        ours = {pid for pid, _ in processes()}
+        ours = {pid for pid, _ in processes()} - others
         vllm_ray.close_pools()
     end = time.monotonic() + 20
     # Ray's agents look for their parent once in a while only.
