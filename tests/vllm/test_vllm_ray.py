@@ -235,14 +235,15 @@ def test_stop_ends_at_once_and_frees_the_engines(backend: RayBackend) -> None:
 
 
 def test_killed_actor_costs_what_was_in_it(backend: RayBackend) -> None:
-    total = 300
+    total = 100
     before = pool().status.begun
+    pid, _ = processes(ENGINE_ACTOR)[0]
 
     def kill() -> None:
-        pid, _ = processes(ENGINE_ACTOR)[0]
         os.kill(pid, signal.SIGKILL)
 
-    check_once(take(backend, call_for(LABEL), total, 60, kill), total)
+    # Stories are long, so the actor has some in it when it dies.
+    check_once(take(backend, call_for(STORY, 400), total, 20, kill), total)
     time.sleep(2 * ray_pool._WATCH_SECONDS)
     again = pool().status.begun - before - total
     assert 0 < again <= pool()._plan.plan.threads * pool()._plan.block_requests
@@ -268,7 +269,7 @@ def test_actor_that_falls_silent_is_done_without(backend: RayBackend) -> None:
 
     try:
         check_once(take(backend, call_for(LABEL), 200, 60, silence), 200)
-        assert len(pool().status.slots) == ACTORS - 1
+        lean.wait_for(lambda: len(pool().status.slots) == ACTORS - 1)
     finally:
         os.kill(silent[0], signal.SIGCONT)
     lean.wait_for(lambda: len(pool().status.slots) == ACTORS)
