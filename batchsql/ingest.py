@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batchsql.backends.batch import BatchBackend
+from batchsql.behind import Behind
 from batchsql.garbage import without_collector
 from batchsql.judging import Judge
 from batchsql.progress import PROGRESS_SECONDS, Progress
@@ -69,7 +70,11 @@ class Ingest:
         self._seen = set()
         self.repeated = self.unknown = 0
         started = shown = self._clock()
-        with tempfile.TemporaryDirectory(prefix="batchsql-") as folder, without_collector():
+        with (
+            tempfile.TemporaryDirectory(prefix="batchsql-") as folder,
+            without_collector(),
+            Behind() as behind,
+        ):
             for line in self._backend.fetch(shard.provider_batch_id or "", Path(folder), call):
                 key = line.completion.request_key
                 tries = self.members.get(key) or self.copied.get(key)
@@ -79,14 +84,14 @@ class Ingest:
                 self._seen.add(key)
                 pending.append(self._judge.attempt(line.completion, shard.shard_id, tries))
                 if len(pending) >= self._max_rows:
-                    self._write(pending)
+                    behind.do(self._write, pending)
                     pending = []
                     if self._clock() - shown >= PROGRESS_SECONDS:
                         shown = self._clock()
                         done = self.ok + self.failed
                         progress = Progress(done, shard.requests, shown - started, "results")
                         self._say(str(progress))
-        self._write(pending)
+            behind.do(self._write, pending)
 
     def _count_other(self, key: str) -> None:
         if key in self._seen:
@@ -97,6 +102,7 @@ class Ingest:
             self.unknown += 1
 
     def _write(self, attempts: list[Attempt]) -> None:
+        """Write a block, while ``run`` makes the next one: a key of this one is in ``_seen``."""
         if not attempts:
             return
         copies = sum(attempt.request_key in self.copied for attempt in attempts)

@@ -23,6 +23,7 @@ import orjson
 import pyarrow as pa
 
 from batchsql.backends.base import StreamBackend
+from batchsql.behind import Behind
 from batchsql.collecting import Collector
 from batchsql.completion import NotToldError, take_tellings
 from batchsql.context import RunContext
@@ -68,7 +69,7 @@ OUTPUT = "__batchsql_output"
 STATUS_COLUMN = "llm_status"
 REQUEST_COLUMN = "llm_request_id"
 
-RECORD_BATCH_ROWS = 20_000
+RECORD_BATCH_ROWS = 10_000
 
 LONGEST_FIRST = 16
 """So many of the longest requests are given to an engine before all others."""
@@ -337,16 +338,19 @@ class EnrichmentRun:
         context = self.context
         rendered = 0
         started = shown = time.monotonic()
-        for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
-            with without_collector():
-                items, requests = self._render_batch(batch)
-            context.ledger.write_items(self.spec_version, items, requests)
-            rendered += batch.num_rows
-            now = time.monotonic()
-            if now - shown >= PROGRESS_SECONDS:
-                progress = Progress(rendered, self.counts.new, now - started, "new rows rendered")
-                context.info(str(progress))
-                shown = now
+        with Behind() as behind:
+            for batch in context.source.stream(self._new_items_sql(), RECORD_BATCH_ROWS):
+                with without_collector():
+                    items, requests = self._render_batch(batch)
+                behind.do(context.ledger.write_items, self.spec_version, items, requests)
+                rendered += batch.num_rows
+                now = time.monotonic()
+                if now - shown >= PROGRESS_SECONDS:
+                    progress = Progress(
+                        rendered, self.counts.new, now - started, "new rows rendered"
+                    )
+                    context.info(str(progress))
+                    shown = now
         context.ledger.load_todo(iter_positions(context.source.stream(self._wanted_sql(), 100_000)))
         wanted = context.ledger.count_todo()
         unanswered = context.source.fetch(
