@@ -8,7 +8,7 @@ from tests.simulation.__main__ import replay_command, run_seed
 from tests.simulation.sabotage import TROUBLES, Sabotage
 from tests.simulation.world import World
 
-SEEDS = 100
+SEEDS = 300
 REGRESSIONS: tuple[int, ...] = ()
 """Seeds that failed once. A change of the simulation gives them another meaning."""
 

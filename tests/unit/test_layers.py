@@ -12,7 +12,7 @@ import batchsql
 
 PACKAGE = Path(batchsql.__file__).parent
 RANKS = {
-    "types": 0, "errors": 0, "version": 0, "garbage": 0,
+    "types": 0, "errors": 0, "version": 0, "garbage": 0, "behind": 0,
     "declare": 1,
     "validate": 2, "plan": 2,
     "backends": 3, "warehouse": 3, "emulate": 3,
