@@ -283,9 +283,10 @@ def _enrich(
             project_root=project_root_of(node, self.config), column_types=node.column_types,
         )  # fmt: skip
         from batchsql.runner import EnrichmentRun
+        from batchsql.warehouse.base import bare_select
 
         run = EnrichmentRun(declaration, context)
-        select_sql = sql.rstrip().rstrip(";")
+        select_sql = bare_select(sql, context.dialect.name)
         try:
             # A transaction that a pre-hook began would not see what the ledger commits meanwhile.
             _commit(self)

@@ -50,7 +50,7 @@ from batchsql.pricing import open_prices
 from batchsql.recovering import OnBatch, Recovered, Wanted, recover
 from batchsql.replaying import DeadSpec, Instead, NewPrompt, Replay, plan_rendered, plan_stored
 from batchsql.runner import EnrichmentRun
-from batchsql.warehouse.base import literal
+from batchsql.warehouse.base import bare_select, literal
 from batchsql.warehouse.report import LedgerReport
 from batchsql.warehouse.shards import process_id
 
@@ -441,7 +441,8 @@ class OpenProject:
         try:
             try:
                 run.prepare(
-                    node.compiled_code.rstrip().rstrip(";"), self._merge_target(node, declaration)
+                    bare_select(node.compiled_code, context.dialect.name),
+                    self._merge_target(node, declaration),
                 )
                 run.record()
                 run.reconcile()

@@ -230,9 +230,11 @@ def is_told(telling: Telling) -> bool:
 def with_lock(seconds: float, act: Callable[[], Any], stop: Event) -> Any:
     """Do something, waiting as long as asked while another process has the DuckDB file.
 
-    Once ``stop`` is set it waits no longer.
+    Raises:
+        StoppedError: ``stop`` was set while it waited.
     """
     from batchsql.dbt_project import explain_error, is_file_lock
+    from batchsql.shipping import StoppedError
 
     until = time.monotonic() + seconds
     is_said = False
@@ -240,13 +242,14 @@ def with_lock(seconds: float, act: Callable[[], Any], stop: Event) -> Any:
         try:
             return act()
         except Exception as error:
-            if not is_file_lock(error) or time.monotonic() >= until or stop.is_set():
+            if not is_file_lock(error) or time.monotonic() >= until:
                 raise
             if not is_said:
                 left = format_seconds(until - time.monotonic())
                 click.echo(f"{explain_error(error)}; waiting for at most {left}", err=True)
                 is_said = True
-        stop.wait(LOCK_PAUSE_SECONDS)
+        if stop.wait(LOCK_PAUSE_SECONDS):
+            raise StoppedError("ended while another process had the file; nothing was done")
 
 
 @contextlib.contextmanager

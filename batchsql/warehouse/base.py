@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import pyarrow as pa
+import sqlglot
 from sqlglot import exp
 
 from batchsql.declare.returns import ValueKind
@@ -182,6 +183,18 @@ def quote(name: str, dialect: str) -> str:
 def literal(text: str) -> str:
     """Write a text as a standard SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def bare_select(sql: str, dialect: str) -> str:
+    """Return a statement without a semicolon at its end, and what is commented behind that."""
+    try:
+        tokens = sqlglot.tokenize(sql, dialect)
+    except sqlglot.errors.SqlglotError:  # the warehouse will say what is wrong with it
+        return sql.rstrip().rstrip(";")
+    end = len(sql)
+    while tokens and tokens[-1].token_type is sqlglot.TokenType.SEMICOLON:
+        end = tokens.pop().start
+    return sql[:end]
 
 
 def fit_identifier(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -277,6 +278,35 @@ def test_lock_wait_waits_until_the_file_is_free(
     assert result.stderr.count(f"is open in the process {holder.process.pid} (") == 1
     assert "waiting for at most" in result.stderr
     assert "collected 1 of 1 batches: 6 answers" in result.stdout
+
+
+def test_command_that_is_told_to_end_waits_for_the_file_no_longer(
+    duck: Project, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            return True  # as Ctrl-C and SIGTERM have it
+
+    monkeypatch.setattr(batches, "Event", Stop)
+    result = call(duck, "collect", "--lock-wait", "1h")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.rstrip().endswith(
+        "ended while another process had the file; nothing was done"
+    )
+
+
+def test_worker_that_is_told_to_end_while_it_waits_for_the_file_exits_well(
+    duck: Project, holder: Holder
+) -> None:
+    place = ["--project-dir", str(duck.root), "--profiles-dir", str(duck.root)]
+    command = [sys.executable, "-m", "tests.support.cli_main", "work", "--lock-wait", "1h", *place]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stderr is not None
+        assert "waiting for at most" in worker.stderr.readline()
+        worker.send_signal(signal.SIGTERM)
+        said = worker.stderr.read()
+    assert worker.returncode == 0
+    assert "Error" not in said
 
 
 # --- cancelling -----------------------------------------------------------------------------------

@@ -244,6 +244,7 @@ def test_selects_of_every_shape_work_side_by_side(project: Project) -> None:
     bodies = {
         "trailing_comment": "select * from {{ ref('tickets') }} -- the end",
         "trailing_semicolon": "select * from {{ ref('tickets') }} ;\n\n",
+        "trailing_both": "select * from {{ ref('tickets') }}; -- the end;",
         "leading_with": "-- first\nwith t as (select * from {{ ref('tickets') }})\nselect * from t",
         "upstream_ephemeral": "select * from {{ ref('ephemeral_tickets') }}",
         "ordered": "select * from {{ ref('tickets') }} order by id desc limit 2",

@@ -12,6 +12,7 @@ import sqlglot
 from batchsql.warehouse.base import (
     MAX_IDENTIFIER_BYTES,
     ValueForm,
+    bare_select,
     column_values,
     fit_identifier,
     literal,
@@ -94,3 +95,20 @@ def test_long_names_are_cut_and_stay_apart() -> None:
         assert len(short.encode()) <= MAX_IDENTIFIER_BYTES
         assert short == fit_identifier(name)
         assert name.startswith(short.rpartition("_")[0])
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("select 1", "select 1"),
+        ("select 1;", "select 1"),
+        ("select 1 ;;\n", "select 1 "),
+        ("select 1 -- one", "select 1 -- one"),
+        ("select 1; -- one;", "select 1"),
+        ("select 1; /* one */ ;\n-- two", "select 1"),
+        ("select ';' as a", "select ';' as a"),
+        ("select 'never closed;", "select 'never closed"),
+    ],
+)
+def test_bare_select_has_no_semicolon_at_its_end(sql: str, expected: str) -> None:
+    assert {bare_select(sql, dialect) for dialect in ("duckdb", "postgres")} == {expected}
