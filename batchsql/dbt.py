@@ -291,11 +291,11 @@ def _enrich(
             # A transaction that a pre-hook began would not see what the ledger commits meanwhile.
             _commit(self)
             if is_empty:
-                run.check(select_sql)
+                run.candidate.bind(select_sql)
                 close()
                 # Rows written into the SELECT itself would be merged over answered ones.
                 nothing = " where 1 = 0" if is_incremental else ""
-                empty_sql = f"select * from (\n{run.empty_sql(select_sql)}\n) e{nothing}"
+                empty_sql = f"select * from (\n{run.candidate.empty_sql(select_sql)}\n) e{nothing}"
                 return {
                     "run_id": None, "sql": empty_sql, "incremental": is_incremental,
                     "is_held": False,
@@ -310,7 +310,7 @@ def _enrich(
             raise
         _runs[run.run_id] = _OpenRun(run, close)
         return {
-            "run_id": run.run_id, "sql": run.build_sql(), "incremental": is_incremental,
+            "run_id": run.run_id, "sql": run.candidate.build_sql(), "incremental": is_incremental,
             "is_held": is_held,
         }  # fmt: skip
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 from batchsql.asking import OpenPrices
 from batchsql.backends import registry
 from batchsql.backends.base import Capabilities, StreamBackend
+from batchsql.candidate import ITEM_KEY, OUTPUT
 from batchsql.collecting import shard_settings
 from batchsql.counting import ShipCounts
 from batchsql.declare.keys import parse_asked
@@ -30,7 +31,7 @@ from batchsql.errors import BatchsqlError, DataError, Mistake, SpecError
 from batchsql.judging import Judge
 from batchsql.placement import check_egress
 from batchsql.plan.cost import Prices, estimate_tokens
-from batchsql.runner import ITEM_KEY, OUTPUT, EnrichmentRun
+from batchsql.runner import EnrichmentRun
 from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError, flush_rows
 from batchsql.types import Call, Completion, Message, ModelRef, Request, Route
 from batchsql.warehouse.base import (
@@ -227,7 +228,7 @@ def plan_rendered(run: EnrichmentRun, new: NewPrompt, instead: Instead, keys: se
         DataError: the prompt cannot be rendered for a row.
     """
     declaration = instead.lay_over(run.declaration)
-    columns = {column.name: column for column in run.columns}
+    columns = {column.name: column for column in run.candidate.columns}
     try:
         bound = new.prompt.bind(sorted(columns), declaration.normalize)
     except BatchsqlError as error:
@@ -293,7 +294,7 @@ def _rows_sql(run: EnrichmentRun, inputs: Sequence[ColumnSql]) -> str:
     return (
         f"select __batchsql_dead::{text}{shown} from (select __batchsql_dead{values}, "
         f"row_number() over (partition by __batchsql_dead order by {ITEM_KEY}) as __batchsql_place "
-        f"from {run.candidate} join (select item_key as __batchsql_item, request_key as "
+        f"from {run.candidate.name} join (select item_key as __batchsql_item, request_key as "
         f"__batchsql_dead from {names('items')} where request_key in "
         f"(select request_key from {names('dead_letters')})) k on __batchsql_item = {ITEM_KEY} "
         f"where {OUTPUT} is null) q where __batchsql_place = 1"

@@ -74,7 +74,7 @@ def run_ours(url: str, path: Path, batch_requests: int) -> tuple[float, dict[str
         if run.counts.requests_wanted:
             run.ship()
         run.reconcile()
-        connection.execute(f"create or replace table labels as {run.build_sql()}")
+        connection.execute(f"create or replace table labels as {run.candidate.build_sql()}")
         run.finish()
         seconds = time.perf_counter() - started
         run.close()

@@ -39,7 +39,7 @@ def fill_ledger(connection: duckdb.DuckDBPyConnection, rows: int) -> str:
     first = open_run(connection, declare())
     first.prepare(SELECT)
     first.finish()
-    key = first.item_key_sql()
+    key = first.candidate.item_key_sql()
     make_tickets(connection, rows)
     spec = first.spec_version
     connection.execute(
@@ -94,7 +94,7 @@ def measure(rows: int, repeats: int) -> None:
 
             step.append(timed(enrich))
             run = runs[0]
-            build = f"create or replace table built as {run.build_sql()}"
+            build = f"create or replace table built as {run.candidate.build_sql()}"
             whole.append(step[-1] + timed(lambda build=build: connection.execute(build)))
             if run.counts.reused != rows:
                 sys.exit(f"expected {rows} reused rows, got {run.counts}")

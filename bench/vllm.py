@@ -24,10 +24,11 @@ from unittest import mock
 import duckdb
 import orjson
 
-from batchsql import runner, shipping
+from batchsql import shipping
 from batchsql.backends import vllm_core
 from batchsql.backends.registry import open_backend
 from batchsql.backends.vllm import open_vllm
+from batchsql.candidate import Candidate
 from batchsql.declare.spec import Declaration, parse_declaration
 from batchsql.pricing import open_prices
 from batchsql.shipping import SendLimit
@@ -177,7 +178,7 @@ class Bench:
             run.record()
             run.ship()
             run.reconcile()
-            connection.execute(f"create table built as {run.build_sql()}")
+            connection.execute(f"create table built as {run.candidate.build_sql()}")
             seconds = time.perf_counter() - started
             run.finish()
             run.close()
@@ -294,12 +295,13 @@ def keep_llm() -> Iterator[None]:
 @contextmanager
 def shuffled() -> Iterator[None]:
     """Send requests in the order of their keys, which are hashes."""
-    wanted_sql = runner.EnrichmentRun._wanted_sql
+    wanted_sql = Candidate._wanted_sql
 
-    def by_key(self: runner.EnrichmentRun) -> str:
-        return f"select * from ({wanted_sql(self)}) w order by __batchsql_wanted"
+    def by_key(self: Candidate, *, is_engine: bool) -> str:
+        wanted = wanted_sql(self, is_engine=is_engine)
+        return f"select * from ({wanted}) w order by __batchsql_wanted"
 
-    with mock.patch.object(runner.EnrichmentRun, "_wanted_sql", by_key):
+    with mock.patch.object(Candidate, "_wanted_sql", by_key):
         yield
 
 

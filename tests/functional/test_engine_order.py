@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from batchsql import runner
+from batchsql.candidate import LONGEST_FIRST
 from tests.support.project import Project
 
 
@@ -34,7 +34,7 @@ def test_engine_gets_the_longest_first_and_then_neighbours_with_one_beginning(
     )
     asked = [texts[by_key[key]] for key in project.sent()]
     assert sorted(asked) == sorted(texts)
-    first, rest = asked[: runner.LONGEST_FIRST], asked[runner.LONGEST_FIRST :]
+    first, rest = asked[:LONGEST_FIRST], asked[LONGEST_FIRST:]
     assert {len(body) for _, body in first} == {304}
     # Each kind is one stretch, and within it each coarse length is one, the shorter before.
     assert [kind for kind, _ in groupby(rest, key=lambda row: row[0])] == list(kinds)

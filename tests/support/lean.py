@@ -201,7 +201,7 @@ def run_job(
         )
         run = EnrichmentRun(declare(job), context)
         run_enrichment(run, job.select_sql, None)
-        build(run.build_sql())
+        build(run.candidate.build_sql())
         run.finish()
         return run.counts
 
