@@ -93,7 +93,7 @@ class Prompt:
 
 
 Start = Callable[[int], EngineCore]
-"""Loads the engine; its argument says how often it died before, to ask for less each time."""
+"""Loads the engine; its argument, at most ``MAX_RESTARTS``, says how much less it shall ask for."""
 
 
 class Stream:
@@ -143,7 +143,7 @@ class Stream:
 class _Job:
     prompt: Prompt
     stream: Stream
-    deaths: int = 0
+    deaths: set[int] = field(default_factory=set)  # of the engine, with this on board
     started_at: datetime | None = None
 
 
@@ -152,8 +152,10 @@ class Owner(threading.Thread):
 
     An engine that dies is started anew with a smaller appetite. What it was working on is then
     asked one by one: a request during which it dies again is the culprit and is given back as
-    rejected, so that it neither stops the others nor takes them along. After ``MAX_RESTARTS`` the
-    engine is given up; they are forgotten once it has answered ``ANSWERS_OF_A_SOUND_ENGINE``.
+    rejected, so that it neither stops the others nor takes them along. It explains both deaths:
+    the next start is no smaller for them, and they are no restarts either, as long as others are
+    answered between two culprits. After ``MAX_RESTARTS`` the engine is given up; restarts and
+    size are forgotten once it has answered ``ANSWERS_OF_A_SOUND_ENGINE``.
     """
 
     def __init__(
@@ -176,8 +178,10 @@ class Owner(threading.Thread):
         self._waiting: deque[_Job] = deque()
         self._unwanted: list[str] = []
         self._serial = 0
-        self._restarts = 0
-        self._answers = 0
+        self._unexplained: set[int] = set()  # deaths that make the next start smaller
+        self._counted: set[int] = set()  # deaths that count as restarts: these and perhaps others
+        self._has_answered = False  # since the last culprit
+        self._answers = 0  # since it was loaded
         self._is_ending = False
 
     def admit(self, stream: Stream) -> bool:
@@ -256,7 +260,7 @@ class Owner(threading.Thread):
             self._previous.join()  # until it has freed its memory
             self._previous = None
         started = time.monotonic()
-        core = self._start_engine(self.deaths)
+        core = self._start_engine(len(self._unexplained))
         self.load_seconds = time.monotonic() - started
         self._answers = 0
         self.core = core
@@ -322,9 +326,12 @@ class Owner(threading.Thread):
             job.stream.was_accepted = True
 
     def _answer(self, job: _Job, finished: Finished) -> None:
-        self._answers += 1
-        if self._answers >= ANSWERS_OF_A_SOUND_ENGINE:
-            self._restarts = 0
+        if finished.failure is None:
+            self._answers += 1
+            self._has_answered = True
+            if self._answers >= ANSWERS_OF_A_SOUND_ENGINE:
+                self._unexplained.clear()
+            self._counted &= self._unexplained  # it lives without the culprits
         job.stream.give(
             Completion(
                 job.prompt.request.request_key,
@@ -350,24 +357,36 @@ class Owner(threading.Thread):
         self._unwanted = []
         died_with = list(self._running.values())
         self._running.clear()
+        self._unexplained.add(self.deaths)
+        self._counted.add(self.deaths)
         for job in reversed(died_with):
-            job.deaths += 1
-            if job.deaths < DEATHS_OF_A_POISON:
+            job.deaths.add(self.deaths)
+            if len(job.deaths) < DEATHS_OF_A_POISON:
                 self._suspects.appendleft(job)
             else:
-                said = f"the engine died on this prompt {job.deaths} times: {_shown(error)}"
+                self._blame(job)
+                said = f"the engine died on this prompt {len(job.deaths)} times: {_shown(error)}"
                 self._answer(job, _failed(said))
-        if self._restarts >= MAX_RESTARTS:
+        if len(self._counted) > MAX_RESTARTS:
             raise SystemicError(
-                f"the engine died {self._restarts + 1} times, though it was started anew with "
-                f"less each time: {_shown(error)}. Its own reason stands on stderr; lower "
+                f"the engine died {len(self._counted)} times, though it was started anew: "
+                f"{_shown(error)}. Its own reason stands on stderr; lower "
                 "engine.max_num_seqs, engine.max_model_len or engine.gpu_memory_utilization"
             ) from error
-        self._restarts += 1
         until = time.monotonic() + self._pause_seconds
         with contextlib.suppress(queue.Empty):
             while (left := until - time.monotonic()) > 0:
                 self._inbox.get(timeout=left)()
+
+    def _blame(self, job: _Job) -> None:
+        """Have a request explain the deaths that it was on board of.
+
+        Where nothing was answered since the last culprit, the engine may well die on everything.
+        """
+        self._unexplained -= job.deaths
+        if self._has_answered:
+            self._counted -= job.deaths
+        self._has_answered = False
 
     def _put_down(self) -> None:
         core, self.core = self.core, None

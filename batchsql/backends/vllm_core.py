@@ -71,7 +71,7 @@ class Settings:
 
 
 class VllmStart:
-    """Loads vLLM for one model, with a smaller appetite after each death."""
+    """Loads vLLM for one model, with a smaller appetite after deaths that no request explains."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

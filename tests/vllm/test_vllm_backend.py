@@ -283,7 +283,7 @@ def test_prompt_that_kills_the_engine_is_a_dead_letter_and_all_others_are_answer
     ]
     assert sum("poison" in text for text in asked) == 2
     assert backend.figures()["deaths"] == deaths + 2
-    assert backend.capabilities.slots == slots // 4
+    assert backend.capabilities.slots == slots
     asked.clear()
     again = project.run("run")
     assert (again.ok, again.response("labels")["failed"], asked) == (True, 1, [])

@@ -218,7 +218,7 @@ def test_prompt_that_kills_the_engine_twice_is_rejected_alone(host_of: HostOf, p
     (completion,) = failed.values()
     assert completion.failure is Outcome.REJECTED
     assert "the engine died on this prompt 2 times" in (completion.error or "")
-    assert engines.deaths == [0, 1, 2]
+    assert engines.deaths == [0, 1, 0]
 
 
 def test_poison_of_one_stream_leaves_the_other_whole(host_of: HostOf) -> None:
@@ -241,26 +241,76 @@ def test_poison_of_one_stream_leaves_the_other_whole(host_of: HostOf) -> None:
     assert sum(completion.failure is not None for completion in found[2].values()) == 1
 
 
-def test_engine_that_dies_on_everything_is_given_up(host_of: HostOf) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [GOOD] * 100 + [POISON] + [GOOD] * 100 + [POISON] + [GOOD] * 100,
+        [POISON] + [GOOD] * 100 + [POISON] + [GOOD] * 100,
+        [GOOD] * 100 + [POISON, POISON] + [GOOD] * 100,
+        ([GOOD] * 20 + [POISON]) * 6,
+    ],
+    ids=["apart", "one before any answer", "neighbours", "many"],
+)
+def test_poisons_are_rejected_one_by_one_without_an_end(host_of: HostOf, kinds: list[int]) -> None:
+    host = host_of(Engines())
+    found = complete(host, requests(*kinds))
+    assert len(found) == len(kinds)
+    for key, completion in found.items():
+        is_poison = key.startswith(str(POISON))
+        assert completion.failure is (Outcome.REJECTED if is_poison else None)
+        assert ("died on this prompt 2 times" in (completion.error or "")) is is_poison
+
+
+def test_poisons_leave_the_engine_at_full_size_and_are_counted(host_of: HostOf) -> None:
+    kinds = ([GOOD] * 40 + [POISON]) * 6 + [GOOD]
+    engines = Engines()
+    host = host_of(engines)
+    assert len(complete(host, requests(*kinds))) == len(kinds)
+    assert engines.deaths == [0] + [1, 0] * 6
+    assert host.figures()["deaths"] == 12
+
+
+@pytest.mark.parametrize(
+    ("first_dies_at_step", "starts"),
+    # The first it dies on alone is believed to be a poison if it has answered before.
+    [(1, 3), (3, 5)],
+    ids=["from the start", "after some answers"],
+)
+def test_engine_that_dies_on_everything_is_given_up(
+    host_of: HostOf, first_dies_at_step: int, starts: int
+) -> None:
     def prepare_engine(engine: Engine, deaths: int) -> None:
-        engine.die_at_step = 1
+        engine.die_at_step = 1 if engines.started else first_dies_at_step
 
     engines = Engines(prepare_engine)
     host = host_of(engines)
     with pytest.raises(SystemicError, match=r"died 3 times.*out of memory.*max_num_seqs"):
-        complete(host, requests(*[GOOD] * 10))
-    assert engines.deaths == [0, 1, 2]
+        complete(host, requests(*[GOOD] * 50))
+    assert len(engines.started) == starts
     assert all(engine.is_closed for engine in engines.started)
+
+
+def test_deaths_that_nothing_explains_end_it_in_spite_of_answers(host_of: HostOf) -> None:
+    def prepare_engine(engine: Engine, deaths: int) -> None:
+        engine.die_at_step = 20
+
+    engines = Engines(prepare_engine)
+    with pytest.raises(SystemicError, match="died 3 times"):
+        complete(host_of(engines), requests(*[GOOD] * 200))
+    assert engines.deaths == [0, 1, 2]
 
 
 def test_deaths_are_forgotten_after_many_answers(
     host_of: HostOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_owner, "ANSWERS_OF_A_SOUND_ENGINE", 10)
-    kinds = ([GOOD] * 40 + [POISON]) * 3
-    found = complete(host_of(Engines()), requests(*kinds))
-    assert sum(completion.failure is Outcome.REJECTED for completion in found.values()) == 3
-    assert len(found) == len(kinds)
+
+    def prepare_engine(engine: Engine, deaths: int) -> None:
+        engine.die_at_step = 20 if len(engines.started) < 4 else None
+
+    engines = Engines(prepare_engine)
+    assert len(complete(host_of(engines), requests(*[GOOD] * 200))) == 200
+    assert engines.deaths == [0, 1, 1, 1, 1]
 
 
 def test_engine_that_cannot_be_loaded_is_tried_again_by_the_next_stream(host_of: HostOf) -> None:
