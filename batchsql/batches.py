@@ -385,36 +385,56 @@ class Batches:
                 status.results_until,
             )  # fmt: skip
         shard = self._ledger.record_status(shard, status.provider_state, status.ok, status.failed)
-        return self._cancel_if_due(shard, status)
+        return self._hurry(shard, status)
 
-    def _cancel_if_due(self, shard: BatchShard, status: BatchStatus) -> BatchShard:
-        """Cancel a batch near its deadline or long after its window, or again if that was lost."""
+    def _hurry(self, shard: BatchShard, status: BatchStatus) -> BatchShard:
+        """See to a batch near its deadline, or long after its window, that does not end.
+
+        It is cancelled, and what it leaves is asked again. Where that would throw paid answers
+        away, or does not end either, requests may be asked online too.
+        """
         limits = self.backend.limits
         to_deadline = shard.seconds_to_deadline
         rescue_before = float(shard.settings.get("rescue_before_seconds", 0.0))
+        is_due = to_deadline is not None and to_deadline <= rescue_before
         since = shard.seconds_since_submission or 0.0
-        if not shard.is_cancel_requested:
-            if to_deadline is not None and to_deadline <= rescue_before:
-                said = f"its deadline is in {format_seconds(max(0.0, to_deadline))}"
-            elif since > limits.window_seconds + OVERDUE_SECONDS:
-                said = f"it has not ended {format_seconds(since)} after it was submitted"
-            else:
-                return shard
-            self._say(f"{self._name(shard)} is cancelled: {said}; what is finished is kept")
-            shard = self._ledger.request_cancel(shard)
-        elif status.state is BatchState.CANCELLING:
+        if shard.is_cancel_requested:
             if to_deadline is not None and to_deadline <= rescue_before / 2:
                 shard = self._copy_tail(shard)
             return self._give_up_if_late(shard, "cancelling it never ended")
-        if shard.provider_batch_id is not None:
-            self.backend.cancel(shard.provider_batch_id)
+        kept = "what is finished is kept"
+        if not limits.keeps_partial:
+            kept = "its provider gives nothing of it" if status.has_begun else "it has not begun"
+        if since > limits.window_seconds + OVERDUE_SECONDS:
+            said = f"it has not ended {format_seconds(since)} after it was submitted"
+        elif not is_due:
+            return shard
+        elif status.has_begun and not limits.keeps_partial:
+            return self._copy_tail(shard)
+        else:
+            said = f"its deadline is in {format_seconds(max(0.0, to_deadline or 0.0))}"
+        self._say(f"{self._name(shard)} is cancelled: {said}; {kept}")
+        try:
+            self.backend.cancel(shard.provider_batch_id or "")
+        except BatchGoneError as error:  # it was just there, so it is the call that is not
+            self._warn(f"{self._name(shard)} is not cancelled: {error}")
+        # A call that failed otherwise is made again by the next look; one that went well is not.
+        shard = self._ledger.record_cancel(shard)
         return self._give_up_if_late(shard, "it never ended")
 
     def _copy_tail(self, shard: BatchShard) -> BatchShard:
         """Free requests of a batch that does not end, for as much money as was allowed."""
         max_usd = float(shard.settings.get("rescue_max_usd", 0.0))
-        if not max_usd or shard.copied is not None:
+        if shard.copied is not None:
             return shard
+        if not max_usd:
+            if self.backend.limits.keeps_partial or shard.is_cancel_requested:
+                return shard
+            return self._warn_once(
+                shard,
+                "the deadline has come, and the provider gives nothing of a cancelled batch, so it "
+                "is waited for; set rescue_max_usd to ask its requests online too",
+            )
         judge, call = self._judge_of(shard)
         tokens = estimate_tokens(int(self._ledger.read_mean_bytes(shard.shard_id)))
         most = call.max_tokens
@@ -423,11 +443,11 @@ class Batches:
         worst = Usage(input_tokens=tokens, output_tokens=most)
         cost_usd = judge.price_of(Route.ONLINE, worst, None)
         if not cost_usd:
-            self._warn(
-                f"{self._name(shard)}: nothing is asked twice, since no price of {shard.model} is "
-                "known; declare prices to allow it"
+            return self._warn_once(
+                shard,
+                f"nothing is asked twice, since no price of {shard.model} is known; declare prices "
+                "to allow it",
             )
-            return shard
         size = int(max_usd / cost_usd)
         shard = self._ledger.free_for_copies(shard, size)
         self._warn(
@@ -436,8 +456,17 @@ class Batches:
         )
         return shard
 
+    def _warn_once(self, shard: BatchShard, message: str) -> BatchShard:
+        """Say what keeps a batch from being rescued, and not again with each look."""
+        if shard.error == message:
+            return shard
+        self._warn(f"{self._name(shard)}: {message}")
+        return self._ledger.record_trouble(shard, message)
+
     def cancel(self, shard_id: str) -> BatchShard | None:
-        """Ask for a batch to be cancelled; what it finished until then is collected later.
+        """Ask for a batch to be cancelled; what is kept of it is collected later.
+
+        That is what it finished until then, or nothing: see ``BatchLimits.keeps_partial``.
 
         Returns None where somebody else looks after it now, or it is over.
         """
@@ -446,18 +475,19 @@ class Batches:
             return None
         try:
             if shard.state is ShardState.SUBMITTED and shard.provider_batch_id is not None:
-                shard = self._ledger.request_cancel(shard)
                 try:
-                    self.backend.cancel(shard.provider_batch_id or "")
+                    self.backend.cancel(shard.provider_batch_id)
                 except BatchGoneError as error:
                     # A server that cannot cancel says the same as one that has no such batch.
                     try:
-                        self.backend.poll(shard.provider_batch_id or "")
+                        self.backend.poll(shard.provider_batch_id)
                     except BatchGoneError as gone:
                         shard = self._handle_gone(shard, gone)
                     else:
                         self._warn(f"{self._name(shard)} is not cancelled: {error}")
                         shard = self._ledger.record_trouble(shard, str(error))
+                else:
+                    shard = self._ledger.record_cancel(shard)
         except LeaseLostError:
             return None
         finally:

@@ -16,6 +16,7 @@ from batchsql.declare.spec import Declaration
 from batchsql.judging import Judge
 from batchsql.plan.route import RouteFacts, RoutePlan, plan_route
 from batchsql.shipping import Pace, SendLimit, Shipper, StoppedError, flush_rows
+from batchsql.sizing import batch_size
 from batchsql.types import Call, Message, Route, RouteChoice, Runner
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.shards import ShardOrder, ShardState
@@ -30,6 +31,7 @@ CHECK_SECONDS = 30.0
 _CREATE_TRIES = 4
 _CREATE_BACKOFF_SECONDS = 1.0
 _BLOCKED_SECONDS = 60.0
+_HALVINGS = 5  # before others of the account may have made room
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ class Dispatcher:
         context.ledger.free_lost_shards()
         batches = self._collector.batches_of(declaration.model, declaration.engine)
         judge = self._judge(Route.BATCH, batches.backend.version)
-        position, tries, submitted = 0, 0, 0
+        position, tries, halved, submitted = 0, 0, 0, 0
         size = self._batch_size(batches)
         order = replace(
             self._order, route_reason=plan.reason, deadline_seconds=self._deadline_seconds()
@@ -273,28 +275,29 @@ class Dispatcher:
             )  # fmt: skip
             if done.shard is None and done.last == position:
                 return
+            before, size = size, self._batch_size(batches)
             if done.fault is None:
                 position, tries = done.last, 0
-                if done.shard is not None and done.shard.state.is_open:
-                    submitted += 1
-                    context.info(
-                        f"submitted {done.shard.requests:,} requests as the batch "
-                        f"{done.shard.provider_batch_id or 'of shard ' + done.shard.shard_id}"
-                    )
-                    if submitted == 1 and self._is_first_refused(batches, done.shard):
-                        smaller = self._batch_size(batches)
-                        newest = [fault for fault, _ in self._read_faults()[:1]]
-                        if newest == [BatchFault.TOO_LARGE.value] and smaller < size:
-                            position, submitted, size = 0, 0, smaller
-                            continue
-                        # More like it would be refused too.
-                        self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
-                        return
+                if done.shard is None or not done.shard.state.is_open:
+                    continue
+                submitted += 1
+                context.info(
+                    f"submitted {done.shard.requests:,} requests as the batch "
+                    f"{done.shard.provider_batch_id or 'of shard ' + done.shard.shard_id}"
+                )
+                if submitted > 1 or not self._is_first_refused(batches, done.shard):
                     self._limit.take(done.shard.requests)
-                continue
-            if done.fault is BatchFault.TOO_LARGE and self._batch_size(batches) < size:
+                    continue
+                position, submitted = 0, 0
                 size = self._batch_size(batches)
+            if size < before and halved < _HALVINGS:
+                halved += 1
+                if done.message:
+                    context.warn(f"{done.message}; a batch of {size:,} requests is tried")
                 continue
+            if done.fault is None:  # more like it would be refused too
+                self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
+                return
             tries += 1
             pause = done.retry_after_seconds or _CREATE_BACKOFF_SECONDS * 2 ** (tries - 1)
             if done.fault is BatchFault.TRANSIENT and tries < _CREATE_TRIES:
@@ -324,16 +327,11 @@ class Dispatcher:
         return True
 
     def _batch_size(self, batches: Batches) -> int:
-        """Return the most requests for the next batch: half of those that were too much."""
-        limits = batches.backend.limits
-        size = min(limits.max_requests, self._declaration.max_batch_requests or limits.max_requests)
-        for fault, requests in self._read_faults():
-            if fault in (BatchFault.TOO_LARGE.value, BatchFault.QUEUE_FULL.value):
-                size = min(size, requests // 2)
-        return max(limits.min_requests, size)
-
-    def _read_faults(self) -> list[tuple[str, int]]:
-        return self._context.ledger.read_batch_faults(str(self._declaration.model))
+        """Return the most requests for the next batch."""
+        limits, declared = batches.backend.limits, self._declaration.max_batch_requests
+        past = self._context.ledger.read_past_batches(str(self._declaration.model))
+        most = min(limits.max_requests, declared or limits.max_requests)
+        return batch_size(past, most=most, least=limits.min_requests)
 
     def _is_first_refused(self, batches: Batches, shard: BatchShard) -> bool:
         """Watch the first batch before more like it are submitted; say if all of it is refused."""
@@ -368,9 +366,12 @@ class Dispatcher:
             looked = self._collector.look_after(shards)
             if looked.errors:
                 raise looked.errors[0]
-            if any(each.state is ShardState.FAILED for each in looked.moved):
+            states = {each.state for each in looked.moved}
+            if ShardState.FAILED in states:
                 # What refused one batch as a whole is not over by now.
                 self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
+            elif states:
+                self._blocked_until = 0.0  # there is room in the provider's queue
             if looked.moved or not looked.open or self._count().free > free:
                 return
             if not self._can_wait(until):

@@ -31,13 +31,7 @@ def place(declaration: Declaration) -> Declaration:
             model, engine = alternative.model, alternative.engine
             declaration = replace(declaration, model=model, engine=engine, prices=None)
             mistakes += registry.check_model(model, declaration.params, engine)
-            if not registry.is_engine(model):
-                mistakes.append(
-                    Mistake(
-                        "alternatives.engine",
-                        f"got {str(model)!r}, which is no model that runs in this process",
-                    )
-                )
+            mistakes += _not_inside(declaration)
     route, model = declaration.route, declaration.model
     runs_here = registry.is_engine(model)
     if runs_here and route in (RouteChoice.BATCH, RouteChoice.ONLINE):
@@ -88,6 +82,23 @@ def _needs_engine(declaration: Declaration) -> bool:
         return not registry.is_engine(declaration.model)
     inside = registry.stays_inside(declaration.model, declaration.engine)
     return not declaration.egress and not inside
+
+
+def _not_inside(declaration: Declaration) -> list[Mistake]:
+    """Return what keeps the alternative from being asked in the declared model's place."""
+    model = declaration.model
+    if registry.is_engine(model):
+        return []
+    if declaration.route is RouteChoice.ENGINE:
+        said = "which does not run in this process, as route: engine wants it"
+    elif not registry.stays_inside(model, declaration.engine):
+        said = (
+            "which is asked outside; accepted: local/..., vllm/..., or an openai_compatible server "
+            "of yours with engine: {internal: true}"
+        )
+    else:
+        return []
+    return [Mistake("alternatives.engine", f"got {str(model)!r}, {said}")]
 
 
 def _no_engine(declaration: Declaration) -> Mistake:

@@ -6,6 +6,7 @@ deadline has come.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from batchsql.asking import OpenPrices, parse_model, read_asked
 from batchsql.backends.base import StreamBackend
-from batchsql.batches import Say
+from batchsql.batches import Batches, Say
 from batchsql.collecting import Collector, OpenBatchBackend
 from batchsql.counting import ShipCounts
 from batchsql.errors import BatchsqlError
@@ -22,7 +23,7 @@ from batchsql.shipping import Pace, SendLimit, Shipper
 from batchsql.types import ModelRef, Route
 from batchsql.warehouse.batch_shards import BatchShard
 from batchsql.warehouse.ledger import Ledger
-from batchsql.warehouse.shards import ShardOrder, process_id
+from batchsql.warehouse.shards import ShardOrder, ShardState, process_id
 
 OpenStreamBackend = Callable[[ModelRef, Mapping[str, Any]], StreamBackend]
 
@@ -93,10 +94,7 @@ class Rounds:
         asked, errors = [], []
         for shard in self._ledger.read_open_batches(enrichments):
             try:
-                batches = self._collector.batches_of(
-                    parse_model(shard.model), shard.settings.get("engine", {})
-                )
-                after = batches.cancel(shard.shard_id)
+                after = self._batches_of(shard).cancel(shard.shard_id)
             except BatchsqlError as error:
                 errors.append(error)
                 continue
@@ -104,11 +102,29 @@ class Rounds:
                 asked.append(after)
         return Round(tuple(asked), (), tuple(errors), self._collector.counts)
 
+    def read_lossy(self, enrichments: Sequence[str] | None = None) -> list[BatchShard]:
+        """Return the batches of some enrichments, or all, of which nothing is left once cancelled.
+
+        One whose provider cannot be reached is left out: it cannot be cancelled either.
+        """
+        lossy = []
+        for shard in self._ledger.read_open_batches(enrichments):
+            with contextlib.suppress(BatchsqlError):
+                is_kept = self._batches_of(shard).backend.limits.keeps_partial
+                if shard.state is ShardState.SUBMITTED and not is_kept:
+                    lossy.append(shard)
+        return lossy
+
+    def _batches_of(self, shard: BatchShard) -> Batches:
+        return self._collector.batches_of(
+            parse_model(shard.model), shard.settings.get("engine", {})
+        )
+
     def _rescue(self, shard: BatchShard) -> None:
         """Ask online for what batches left over whose deadline has come."""
         ledger = self._ledger
-        ledger.load_todo_of(shard.spec_version, shard.enrichment)
         before_seconds = float(shard.settings.get("rescue_before_seconds", 0.0))
+        ledger.load_todo_of(shard.spec_version, shard.enrichment, before_seconds)
         overdue = ledger.mark_overdue(before_seconds)
         if not overdue:
             return

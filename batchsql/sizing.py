@@ -1,8 +1,12 @@
-"""How many requests the next shard of an engine holds."""
+"""How many requests the next shard holds."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+from batchsql.backends.batch import BatchFault
+from batchsql.warehouse.batch_shards import PastBatch
 
 SHARD_SECONDS = 600.0
 """The work that a shard should hold: between the overhead of many and the unfairness of few."""
@@ -35,3 +39,28 @@ def shard_size(
     if others:
         size = min(size, max(slots, math.ceil(free / (others + 1) / 2)))
     return max(1, size)
+
+
+def batch_size(past: Iterable[PastBatch], *, most: int, least: int) -> int:
+    """Return how many requests the next batch may hold, from how those before it went.
+
+    What is too large stays too large. A queue that is full while others of ours are in it has room
+    again when they end, so the size stays; one that refuses the only batch is too small for it, or
+    full of somebody else's: then half is tried, and double again after each that was taken.
+
+    Args:
+        past: batches of the same model, the oldest first.
+        most: the size where none was refused.
+        least: the fewest that the provider takes.
+    """
+    size = most
+    for each in past:
+        half = max(least, each.requests // 2, 1)
+        if each.fault is None:
+            size = max(size, min(most, 2 * each.requests))
+        elif each.fault == BatchFault.TOO_LARGE.value:
+            most = min(most, half)
+            size = min(size, most)
+        elif each.fault == BatchFault.QUEUE_FULL.value and each.was_alone:
+            size = min(size, half)
+    return max(least, size)

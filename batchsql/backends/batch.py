@@ -46,7 +46,6 @@ class BatchLimits:
     min_requests: int = 1
     create_seconds: float = 60.0
     settle_seconds: float = 60.0
-    poll_seconds: float = 30.0
     keeps_partial: bool = True
     settles_late: bool = False
 
@@ -101,7 +100,8 @@ class BatchFault(str, Enum):
 class BatchStatus:
     """What a provider says of a batch. Counts are None where it does not tell.
 
-    ``is_checked`` is False while the provider may still refuse the whole batch.
+    ``is_checked`` is False while the provider may still refuse the whole batch; ``has_begun`` where
+    it says that nothing of it was worked on, so that nothing is paid yet.
     """
 
     state: BatchState
@@ -113,6 +113,7 @@ class BatchStatus:
     error: str | None = None
     results_until: datetime | None = None
     is_checked: bool = True
+    has_begun: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ _STATES = {
     "CANCELLED": BatchState.CANCELLED,
     "FAILED": BatchState.FAILED,
 }
+_WAITING = {"PENDING", "QUEUED"}
 # google.rpc.Code: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 _STATUS_OF_CODE = {
     1: 499,
@@ -167,6 +168,7 @@ def read_status(batch: Operation) -> BatchStatus:
         fault,
         error,
         told.end_time + RESULTS_KEPT if has_results and told.end_time else None,
+        has_begun=name not in _WAITING,
     )
 
 

@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from batchsql.cli.ledger import NO_LEDGER, found_ledgers, model_name
+from batchsql.cli.ledger import NO_LEDGER, Found, found_ledgers, model_name
 from batchsql.cli.options import (
     EXIT_OPEN_WORK,
     Duration,
@@ -21,7 +21,7 @@ from batchsql.cli.options import (
     json_option,
     opens_project,
 )
-from batchsql.cli.screen import ago, number, print_json, print_table, say, working
+from batchsql.cli.screen import ago, number, print_json, print_table, say, usd, working
 from batchsql.progress import format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from batchsql.dbt_project import ProjectOptions
     from batchsql.rounds import Round, Rounds
     from batchsql.warehouse.batch_shards import BatchShard
+
+_T = TypeVar("_T")
+_Names = Sequence[str] | None
 
 FIRST_PAUSE_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 60.0
@@ -107,16 +110,31 @@ def collect(
 def cancel(
     *, options: ProjectOptions, names: tuple[str, ...], yes: bool, lock_seconds: float
 ) -> None:
-    """Ask the providers to cancel open batches. Never throws away an answer that was paid for.
+    """Ask the providers to cancel open batches. Never does so before you have said yes.
 
-    What a batch has finished until then is paid for and is kept: `batchsql collect` brings it once
-    the cancelling is over. The other requests cost nothing and wait again, so the next `dbt run`
-    sends them anew unless the model is changed or disabled.
+    What a batch has finished until then is paid for, and is kept where the provider keeps it:
+    `batchsql collect` brings it once the cancelling is over. Gemini keeps nothing: its answers are
+    lost, and this is said before anything is done. The other requests wait again, so the next
+    `dbt run` sends them anew unless the model is changed or disabled.
 
     \b
     Example:
       batchsql cancel ticket_labels && batchsql collect --wait 15m
     """
+    with stopping() as stop:
+        lossy = with_lock(lock_seconds, lambda: _read_lossy(options, names, stop), stop)
+    if lossy is None:
+        say(NO_LEDGER)
+        return
+    if lossy:
+        requests = sum(shard.requests for shard in lossy)
+        where = ", ".join(sorted({shard.model.partition("/")[0] for shard in lossy}))
+        click.echo(
+            f"{where} keeps nothing of a cancelled batch: what "
+            f"{number(len(lossy), 'batch', 'batches')} of {number(requests, 'request')} finished "
+            "until now is lost, and everything is asked, and perhaps paid, again",
+            err=True,
+        )
     if not yes:
         which = ", ".join(names) or "all models"
         click.confirm(f"Cancel the open batches of {which}?", abort=True)
@@ -124,7 +142,7 @@ def cancel(
         made = with_lock(
             lock_seconds, lambda: _make_round(options, names, stop, is_cancel=True), stop
         )
-    if made is None:
+    if made is None:  # dropped while the question was open
         say(NO_LEDGER)
         return
     say(f"asked to cancel {number(len(made.round.moved), 'batch', 'batches')}")
@@ -143,11 +161,33 @@ class _Made:
 def _make_round(
     options: ProjectOptions, names: Sequence[str], stop: Event, is_cancel: bool = False
 ) -> _Made | None:
-    """Open the ledgers, make a round over each, and close them again."""
+    """Make a round over each ledger; None where there is none."""
     from batchsql.completion import take_tellings
 
-    rounds: list[Round] = []
-    tellings: list[Telling] = []
+    def act(found: Found, maker: Rounds, enrichments: _Names) -> tuple[Round, list[Telling]]:
+        made = (maker.cancel if is_cancel else maker.make)(enrichments)
+        return made, take_tellings(found.ledger, found.on_complete)
+
+    made = _visit(options, names, stop, act)
+    if made is None:
+        return None
+    return _Made(_joined([each for each, _ in made]), [one for _, more in made for one in more])
+
+
+def _read_lossy(
+    options: ProjectOptions, names: Sequence[str], stop: Event
+) -> list[BatchShard] | None:
+    """Return the batches of which a cancelling leaves nothing; None where there is no ledger."""
+    found = _visit(options, names, stop, lambda _, maker, names: maker.read_lossy(names))
+    return None if found is None else [shard for each in found for shard in each]
+
+
+def _visit(
+    options: ProjectOptions, names: Sequence[str], stop: Event,
+    act: Callable[[Found, Rounds, _Names], _T],
+) -> list[_T] | None:  # fmt: skip
+    """Open the ledgers, do something with each, and close them again."""
+    done: list[_T] = []
     with working() as on_step, found_ledgers(options, names) as found:
         if not found:
             return None
@@ -156,12 +196,10 @@ def _make_round(
             enrichments = [row.enrichment for row in each.enrichments] if names else None
             maker = _open_rounds(each.ledger, each.root, stop, on_step)
             try:
-                act = maker.cancel if is_cancel else maker.make
-                rounds.append(act(enrichments))
+                done.append(act(each, maker, enrichments))
             finally:
                 maker.close()
-            tellings += take_tellings(each.ledger, each.on_complete)
-    return _Made(_joined(rounds), tellings)
+    return done
 
 
 def _open_rounds(ledger: Any, root: Any, stop: Event, on_step: Any) -> Rounds:
@@ -200,7 +238,7 @@ def tell(
     """Tell of what is complete, while no connection is open: the command may be a dbt run."""
     if not tellings:
         return
-    told = [is_told(each) for each in tellings]
+    told = [is_told(each, stop) for each in tellings]
 
     def settle() -> None:
         with found_ledgers(options, ()) as found:
@@ -215,12 +253,12 @@ def tell(
     with_lock(max(lock_seconds, 60.0), settle, stop)
 
 
-def is_told(telling: Telling) -> bool:
+def is_told(telling: Telling, stop: Event) -> bool:
     """Tell of what is complete; say why where nobody could be told."""
     from batchsql.completion import NotToldError
 
     try:
-        telling.tell()
+        telling.tell(stop)
     except NotToldError as error:
         click.echo(str(error), err=True)
         return False
@@ -275,7 +313,7 @@ def _print_round(made: Round) -> None:
         say("no batch is open")
         return
     if made.moved or counts.tries:
-        cost = f", {counts.cost_usd:.4f} USD" if counts.cost_usd else ""
+        cost = f", {usd(counts.cost_usd)}" if counts.cost_usd else ""
         say(
             f"collected {len(made.moved):,} of {len(made.moved) + len(made.open):,} batches: "
             f"{number(counts.ok, 'answer')}, "

@@ -33,6 +33,9 @@ from batchsql.warehouse.tables import NEW_UUID, braced
 _NOBODY = ""
 _READ_ROWS = 2_000
 _MAX_ERROR_CHARS = 2_000
+_PAST_SECONDS = 86_400
+_PAST_BATCHES = 50
+_NEVER_THERE = "('planned', 'abandoned', 'failed')"
 _KEY_HEX = "replace({}::text, '-', '')"
 
 
@@ -105,6 +108,17 @@ def _batch_shard(row: Sequence[Any]) -> BatchShard:
         end_state=ShardState(row[16]) if row[16] else None,
         is_cancel_requested=bool(row[-1]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PastBatch:
+    """One batch of a model as it went: why the provider refused the whole of it, None where it did
+    not, and whether no other of ours was there then.
+    """
+
+    requests: int
+    fault: str | None
+    was_alone: bool
 
 
 class BatchShardLedger(ShardLedger):
@@ -258,7 +272,7 @@ class BatchShardLedger(ShardLedger):
         """Free claims of a batch whose end is not in sight, so that they can be asked online too.
 
         Each is marked in ``attempts``. What the batch still brings of them is recorded as well; the
-        first good answer is kept.
+        first good answer is kept. None is freed a second time, lest it be paid for ever again.
         """
         warehouse = self.warehouse
         with self._held(shard):
@@ -269,7 +283,9 @@ class BatchShardLedger(ShardLedger):
                     f"{NEW_UUID[warehouse.dialect]}, c.request_key, c.shard_id, ?::uuid, "
                     "coalesce((select max(a.attempt_number) from {attempts} a "
                     "where a.request_key = c.request_key), 0) + 1, 'copied', false, 'batch', "
-                    "{clock} from {claims} c where c.shard_id = ?::uuid "
+                    "{clock} from {claims} c where c.shard_id = ?::uuid and not exists "
+                    "(select 1 from {attempts} b where b.request_key = c.request_key "
+                    "and b.outcome = 'copied') "
                     f"order by c.request_key limit {int(size)}"
                 ),
                 [shard.run_id, shard.shard_id],
@@ -305,8 +321,8 @@ class BatchShardLedger(ShardLedger):
         )
         return float(rows[0][0])
 
-    def request_cancel(self, shard: BatchShard) -> BatchShard:
-        """Record that a batch is to be cancelled, before the provider is asked to."""
+    def record_cancel(self, shard: BatchShard) -> BatchShard:
+        """Record that the provider was asked to cancel a batch."""
         return self._move(shard, shard.state, {}, stamps={"cancel_requested_at": 0.0})
 
     def close_batch(
@@ -319,7 +335,8 @@ class BatchShardLedger(ShardLedger):
     ) -> BatchShard:
         """End a shard and free what it still claims.
 
-        ``fault`` says why the provider refused the whole of it; see ``read_batch_faults``.
+        What has no try to be known by is kept until its deadline; see ``load_todo_of``. ``fault``
+        says why the provider refused the whole of it; see ``read_past_batches``.
         """
         with self._held(shard):
             self.warehouse.execute(
@@ -329,8 +346,29 @@ class BatchShardLedger(ShardLedger):
                 ),
                 [_storable(error), fault, shard.shard_id],
             )
+            self._keep_for_deadline(shard.shard_id)
             self._close_shard(shard.shard_id, state)
             return self._read_shard(shard.shard_id)
+
+    def _keep_for_deadline(self, shard_id: str) -> None:
+        """List what a shard with a deadline claims under its enrichment, for ``load_todo_of``.
+
+        It waits where requests wait for workers, but for the entry in ``queues`` that these look
+        for; and like those, until the next run. Its position is its deadline, in seconds since
+        1970.
+        """
+        self.warehouse.execute(
+            self.sql(
+                "insert into {queued} (enrichment, request_key, position, is_urgent) select "
+                "s.enrichment, c.request_key, floor(extract(epoch from s.deadline_at))::bigint, "
+                "true from {claims} c join {shards} s on s.shard_id = c.shard_id "
+                "where c.shard_id = ?::uuid and s.deadline_at is not null and not exists "
+                "(select 1 from {queues} q where q.enrichment = s.enrichment) and not exists "
+                "(select 1 from {queued} k where k.enrichment = s.enrichment "
+                "and k.request_key = c.request_key)"
+            ),
+            [shard_id],
+        )
 
     def _move(
         self,
@@ -398,9 +436,11 @@ class BatchShardLedger(ShardLedger):
         return [_batch_shard(row) for row in rows]
 
     def read_overdue_batches(self, enrichments: Sequence[str] | None = None) -> list[BatchShard]:
-        """Return batches of the last two days that are over and had a deadline, newest first.
+        """Return batches that are over and had a deadline, newest first.
 
-        A process that died between their end and their rescue leaves requests to be asked online.
+        No longer than two days after both.
+
+        What they left, or what was refused or lost with them, is to be asked online.
         """
         where, params = "", []
         if enrichments is not None:
@@ -409,8 +449,10 @@ class BatchShardLedger(ShardLedger):
         rows = self.warehouse.fetch(
             self.sql(
                 f"select {_COLUMNS} from {{shards}} where route = 'batch' and deadline_at is not "
-                "null and finished_at > {clock} - interval '2 days' and state in "
-                f"('collected', 'expired', 'cancelled'){where} order by created_at desc"
+                "null and greatest(finished_at, deadline_at) > {clock} - interval '2 days' "
+                "and state in "
+                f"('collected', 'expired', 'cancelled', 'failed', 'abandoned'){where} "
+                "order by created_at desc"
             ),
             params,
         )
@@ -526,26 +568,24 @@ class BatchShardLedger(ShardLedger):
         )
         return [shard_id for (shard_id,) in rows]
 
-    def read_batch_faults(self, model: str) -> list[tuple[str, int]]:
-        """Return why the newest batches of a model were refused, and of how many requests each was.
-
-        They come newest first, back to the last good one.
-        """
+    def read_past_batches(self, model: str) -> list[PastBatch]:
+        """Return what became of the newest batches of a model, the oldest of them first."""
         rows = self.warehouse.fetch(
             self.sql(
-                "select state, fault, requests from {shards} where model = ? and route = 'batch' "
-                "and state not in ('planned', 'abandoned') "
-                "and created_at > {clock} - interval '1 day' order by created_at desc limit 20"
+                "select s.requests, case when s.state = 'failed' then coalesce(s.fault, '') end, "
+                "not exists (select 1 from {shards} o where o.model = s.model "
+                "and o.route = 'batch' and o.shard_id <> s.shard_id "
+                f"and o.state not in {_NEVER_THERE} "
+                "and o.created_at <= coalesce(s.finished_at, {clock}) "
+                "and coalesce(o.finished_at, {clock}) >= s.created_at) "
+                "from {shards} s where s.model = ? and s.route = 'batch' "
+                "and s.state not in ('planned', 'abandoned') "
+                f"and s.created_at > {{clock}} - interval '{_PAST_SECONDS} seconds' "
+                f"order by s.created_at desc limit {_PAST_BATCHES}"
             ),
             [model],
         )
-        faults = []
-        for state, fault, requests in rows:
-            if state != ShardState.FAILED.value:
-                break
-            if fault is not None:
-                faults.append((str(fault), int(requests)))
-        return faults
+        return [PastBatch(int(requests), fault, alone) for requests, fault, alone in reversed(rows)]
 
     def read_batch(self, shard_id: str) -> BatchShard:
         """Return a batch's shard as it is now."""

@@ -59,21 +59,35 @@ class TodoLedger(BatchShardLedger):
             warehouse.execute(self.sql("create index on {todo} (position)"))
             warehouse.execute(self.sql("analyze {todo}"))
 
-    def load_todo_of(self, spec_version: str, enrichment: str) -> None:
-        """List what an enrichment's batches left over: neither answered, given up nor claimed."""
+    def load_todo_of(
+        self, spec_version: str, enrichment: str, rescue_before_seconds: float
+    ) -> None:
+        """List what an enrichment's batches left over: neither answered, given up nor claimed.
+
+        Of batches that were refused or lost, whose requests have no try, only those are known that
+        were so since the last run; they are urgent where ``mark_overdue`` would say so.
+        """
         warehouse = self.warehouse
         self.load_todo(())
         with warehouse.transaction():
             warehouse.execute(
                 self.sql(
-                    "insert into {todo} select request_key, row_number() over "
-                    "(order by request_key), false, null from (select distinct a.request_key "
-                    "from {attempts} a join {shards} s on s.shard_id = a.shard_id where "
-                    "s.enrichment = ? and s.spec_version = ?::uuid and s.route = 'batch') t "
-                    "where " + OPEN_REQUEST + " and not exists "
-                    "(select 1 from {claims} c where c.request_key = t.request_key)"
+                    "insert into {todo} select t.request_key, row_number() over "
+                    "(order by t.request_key), bool_or(t.is_due), null from ("
+                    "select a.request_key, false as is_due from {attempts} a "
+                    "join {shards} s on s.shard_id = a.shard_id "
+                    "where s.enrichment = ? and s.spec_version = ?::uuid and s.route = 'batch' "
+                    "union all "
+                    "select k.request_key, k.position <= extract(epoch from {clock}) + "
+                    f"{float(rescue_before_seconds)} from {{queued}} k where k.enrichment = ? "
+                    "and k.request_key in "
+                    "(select i.request_key from {items} i where i.spec_version = ?::uuid) "
+                    "and not exists (select 1 from {queues} q where q.enrichment = k.enrichment)"
+                    ") t where " + OPEN_REQUEST + " and not exists "
+                    "(select 1 from {claims} c where c.request_key = t.request_key) "
+                    "group by t.request_key"
                 ),
-                [enrichment, spec_version],
+                [enrichment, spec_version, enrichment, spec_version],
             )
 
     def mark_overdue(self, rescue_before_seconds: float) -> int:

@@ -424,6 +424,7 @@ def test_search_trusts_no_order_that_it_has_not_seen(
     ("state", "expected"),
     [
         ("BATCH_STATE_PENDING", BatchState.RUNNING),
+        ("JOB_STATE_QUEUED", BatchState.RUNNING),
         ("BATCH_STATE_RUNNING", BatchState.RUNNING),
         ("BATCH_STATE_SUCCEEDED", BatchState.COMPLETED),
         ("BATCH_STATE_PARTIALLY_SUCCEEDED", BatchState.COMPLETED),
@@ -441,7 +442,9 @@ def test_states_are_translated(
         return json.dumps(an_operation(path, NEW, state=state))
 
     monkeypatch.setattr(backend, "_send", send)
-    assert backend.poll("batches/x").state is expected
+    status = backend.poll("batches/x")
+    assert status.state is expected
+    assert status.has_begun is (state not in ("BATCH_STATE_PENDING", "JOB_STATE_QUEUED"))
 
 
 def test_unknown_state_is_an_error(backend: GoogleBatch, monkeypatch: pytest.MonkeyPatch) -> None:

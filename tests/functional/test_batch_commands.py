@@ -22,6 +22,7 @@ from batchsql.emulate import Call, Emulator
 from tests.support.project import Project, Target, duckdb_target
 from tests.support.rehearsal import (
     ANTHROPIC,
+    GOOGLE,
     KEY,
     KEY_ENV,
     OPENAI,
@@ -345,6 +346,30 @@ def test_cancel_asks_first_and_takes_names(duck: Project, emulator: Emulator) ->
         ("model.shop.labels", False),
         ("model.shop.others", True),
     ]
+
+
+def test_cancel_says_before_it_asks_what_will_be_lost(duck: Project) -> None:
+    pytest.importorskip("google.genai")
+    lost = (
+        "google keeps nothing of a cancelled batch: what 1 batch of 6 requests finished until now"
+    )
+    with rehearsal(OPENAI) as kept, rehearsal(GOOGLE) as emulator:
+        begin(duck.target, kept, name="others")
+        result = call(duck, "cancel", reply="n\n")
+        assert "lost" not in result.output
+        nights = begin(duck.target, emulator, provider=GOOGLE)
+        emulator.advance(stage="in_progress", fraction=0.5)
+        result = call(duck, "cancel", reply="n\n")
+        assert result.output.index(lost) < result.output.index("Cancel the open batches of all")
+        assert nights.calls["google.batches.cancel"] == 0
+        assert lost not in call(duck, "cancel", "others", reply="n\n").output
+        result = call(duck, "cancel", "labels", "--yes")
+        assert lost in result.stderr
+        assert (result.stdout, result.exit_code) == ("asked to cancel 1 batch\n", 0)
+        call(duck, "collect", "labels")
+        emulator.finish()
+        assert nights.night().ok == 6
+        assert nights.times_billed == {1: 3, 2: 3}
 
 
 def test_cancelling_twice_does_no_harm(duck: Project, emulator: Emulator) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from batchsql import dispatch, judging
 from batchsql.backends import anthropic_batch, online, openai_batch
-from batchsql.emulate import AnthropicLimits, OpenAILimits, Rule
+from batchsql.emulate import AnthropicLimits, GoogleLimits, OpenAILimits, Rule
 from batchsql.errors import SystemicError
 from batchsql.warehouse.ledger import Ledger
 from batchsql.warehouse.report import LedgerReport
@@ -21,6 +21,7 @@ from tests.support import lean
 from tests.support.project import duckdb_target
 from tests.support.rehearsal import (
     ANTHROPIC,
+    GOOGLE,
     INSTANT,
     KEY,
     KEY_ENV,
@@ -163,29 +164,43 @@ def test_a_batch_whose_input_is_refused_stops_the_run_before_the_next_shard(begi
     assert_settled(nights)
 
 
-def test_a_full_queue_makes_later_batches_smaller_and_fails_no_row(
+def test_a_queue_that_is_full_of_others_makes_batches_smaller_and_fails_no_row(
     begin: Begin, provider: Provider
 ) -> None:
-    nights = begin(provider, rule("queue_full", count=2), rows=8, max_batch_requests=8)
-    for _ in range(2):
-        nights.run()  # refused: at once, or when it is looked at
+    nights = begin(provider, rule("queue_full", count=2), rows=16, max_batch_requests=16)
+    for _ in range(3):
+        nights.run()  # refused at once, or when it is looked at
         nights.collect()
-    assert nights.rows == {"pending": 8}
-    nights.run()
-    states = shards(nights.target, "state, requests, fault")
-    assert states[:2] == [("failed", 8, "queue_full"), ("failed", 4, "queue_full")]
-    assert [state for state in states if state[0] == "submitted"] == [
-        ("submitted", 2, None),
-        ("submitted", 2, None),
-        ("submitted", 2, None),
-        ("submitted", 2, None),
-    ]
+    # Half and half again where nothing of ours is in the queue, and double after what is taken.
+    assert shards(nights.target, "state, requests, fault") == [
+        ("failed", 16, "queue_full"), ("failed", 8, "queue_full"),
+        ("submitted", 4, None), ("submitted", 8, None), ("submitted", 4, None),
+    ]  # fmt: skip
+    assert nights.rows == {"pending": 16}
     assert nights.outcomes == {}
     assert nights.heard("queue") or nights.heard("Enqueued token limit")
     nights.emulator.finish()
     nights.run()
-    assert nights.rows == {"ok": 8}
-    assert nights.times_billed == {1: 8}
+    assert nights.rows == {"ok": 16}
+    assert nights.times_billed == {1: 16}
+    assert_settled(nights)
+
+
+def test_a_queue_that_is_full_of_ours_is_waited_for_at_full_size(begin: Begin) -> None:
+    nights = begin(
+        GOOGLE, rows=40, max_batch_requests=8, server={"google": GoogleLimits(concurrent_batches=2)}
+    )
+    for _ in range(4):
+        nights.run()
+    assert shards(nights.target, "state, requests") == [
+        ("submitted", 8), ("submitted", 8), *[("failed", 8)] * 4,
+    ]  # fmt: skip
+    for answered in (16, 32, 40):
+        nights.emulator.finish()
+        nights.run()
+        pending = {"pending": 40 - answered} if answered < 40 else {}
+        assert nights.rows == {"ok": answered, **pending}
+    assert nights.times_billed == {1: 40}
     assert_settled(nights)
 
 

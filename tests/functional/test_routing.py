@@ -23,6 +23,7 @@ from tests.support.project import Project, Target, duckdb_target
 from tests.support.rehearsal import (
     ANTHROPIC,
     BEDROCK,
+    GOOGLE,
     INSTANT,
     KEY,
     KEY_ENV,
@@ -411,6 +412,68 @@ def test_no_more_is_asked_twice_than_the_money_allows(
     assert nights.claims == 0
 
 
+def test_answers_that_a_cancelling_would_throw_away_are_waited_for(begin: Begin) -> None:
+    pytest.importorskip("google.genai")
+    nights = begin(provider=GOOGLE, deadline="6h")
+    nights.run()
+    nights.emulator.advance(stage="in_progress", fraction=0.5)
+    age(nights.target, hours=5.1)
+    for _ in range(3):
+        nights.collect()
+    assert nights.calls["google.batches.cancel"] == 0
+    assert len([said for said in nights.said if "set rescue_max_usd to ask" in said]) == 1
+    nights.emulator.finish()
+    assert nights.run().ok == 6
+    assert routes(nights) == {"batch": 6}
+    assert_billed_once(nights)
+
+
+def test_what_may_be_asked_twice_is_where_a_cancelling_would_throw_answers_away(
+    begin: Begin,
+) -> None:
+    pytest.importorskip("google.genai")
+    nights = begin(
+        provider=GOOGLE, deadline="6h", rescue_max_usd=0.0185, params={"max_tokens": 1000}
+    )
+    nights.run()
+    nights.emulator.advance(stage="in_progress", fraction=0.5)
+    age(nights.target, hours=5.1)
+    for _ in range(2):
+        nights.collect()
+    assert nights.calls["google.batches.cancel"] == 0
+    assert nights.outcomes == {"copied": 2, "ok": 2}
+    nights.emulator.finish()
+    assert nights.run().ok == 6
+    assert nights.times_billed == {1: 4, 2: 2}
+    copies = nights.target.one("select count(copy_of) from {ledger}.attempts")
+    assert copies == 2
+    recorded = nights.target.one("select sum(cost_usd) from {ledger}.attempts")
+    assert recorded == pytest.approx(billed_usd(nights.emulator))
+    assert nights.claims == 0
+
+
+def test_near_the_deadline_what_was_in_a_refused_batch_goes_online(
+    begin: Begin, target: Target
+) -> None:
+    nights = begin(rule("queue_full", count=50), rows=8, target=target, deadline="6h", limit=5)
+    nights.run()
+    assert set(nights.shards) == {"failed"}
+    age(target, hours=4.9)
+    nights.collect()
+    assert routes(nights) == {}
+    age(target, hours=0.2)
+    for _ in range(2):
+        nights.collect()
+    # No more than were in the batch, though others are pending too.
+    assert routes(nights) == {"online": 5}
+    assert nights.times_billed == {1: 5}
+    [reason] = target.query(
+        "select distinct route_reason from {ledger}.shards where route = 'online'"
+    )
+    assert reason == ("the deadline of its batch has come",)
+    assert nights.claims == 0
+
+
 # --- rows still pending ---------------------------------------------------------------------------
 
 
@@ -542,6 +605,11 @@ def test_a_webhook_is_told_by_the_run_and_again_when_it_did_not_take_it(duck: Pr
 
 # --- who may see the rows -------------------------------------------------------------------------
 
+INTERNAL: dict[str, Any] = {
+    "model": "openai_compatible/small",
+    "engine": {"base_url": "http://127.0.0.1:1/v1", "api_key_env": "none", "internal": True},
+}
+
 
 def test_rows_that_may_not_leave_are_refused_before_anything_runs(duck: Project) -> None:
     with rehearsal(OPENAI) as emulator:
@@ -576,6 +644,22 @@ def test_rows_that_may_not_leave_are_asked_of_the_engine_declared(
     assert duck.target.one("select sum(cost_usd) from {ledger}.attempts") is None
 
 
+def test_rows_that_may_not_leave_are_asked_of_the_internal_server_declared(duck: Project) -> None:
+    with (
+        rehearsal(OPENAI) as outside,
+        rehearsal(OPENAI, models=["small"]) as inside,
+    ):
+        duck.model("tickets", rows_sql(tickets(3)))
+        address = {"base_url": inside.openai_base_url, "api_key_env": KEY_ENV}
+        other = {**INTERNAL, "engine": {**INTERNAL["engine"], **address}}
+        declare(duck, OPENAI, outside, egress=False, alternatives={"engine": other})
+        result = duck.run("run")
+        assert result.ok, result.output
+        assert statuses(duck.target) == {"ok": 3}
+        assert list(outside.calls) == []
+        assert len(inside.bill.charges) == 3
+
+
 def test_a_server_declared_as_internal_may_see_them(begin: Begin) -> None:
     with rehearsal(OPENAI, models=["small"]) as emulator:
         inside = {"base_url": emulator.openai_base_url, "api_key_env": KEY_ENV, "internal": True}
@@ -598,7 +682,11 @@ def test_a_server_declared_as_internal_may_see_them(begin: Begin) -> None:
         ),
         (
             {"egress": False, "alternatives": {"engine": "anthropic/claude-haiku-4-5"}},
-            "alternatives.engine: got 'anthropic/claude-haiku-4-5', which is no model that runs",
+            "alternatives.engine: got 'anthropic/claude-haiku-4-5', which is asked outside",
+        ),
+        (
+            {"egress": False, "route": "engine", "alternatives": {"engine": INTERNAL}},
+            "alternatives.engine: got 'openai_compatible/small', which does not run in this",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchsql.backends.batch import BatchState
+from batchsql.batches import OVERDUE_SECONDS
 from batchsql.types import Completion, Outcome
 from batchsql.warehouse.shards import ShardState
 from tests.simulation.provider import EPOCH, Batch, Fate, Provider, results
@@ -52,6 +53,7 @@ def find_faults(world: World) -> list[str]:
         *_check_batches(world.provider, shards, attempts, copied),
         *_check_results(world, attempts),
         *_check_bills(world.provider, shards, attempts, copied),
+        *_check_cancels(world.provider, world.cancelled_by_hand),
     ]
 
 
@@ -117,7 +119,8 @@ def _check_end(provider: Provider, batch: Batch, shard: ShardFacts) -> list[str]
     ended = shard.finished_at if shard.finished_at is not None else -math.inf
     vanished = batch.created_at + provider.limits.retention_seconds
     if batch.fate is Fate.IS_REFUSED and batch.state(ended) is BatchState.FAILED:
-        is_right = shard.state is not ShardState.ABANDONED and shard.state not in _DONE
+        is_found = shard.state is not ShardState.ABANDONED or ended > vanished
+        is_right = is_found and shard.state not in _DONE
     elif shard.state in _DONE:
         is_right = batch.is_final(ended)
     elif shard.fault == "lost":
@@ -232,6 +235,24 @@ def _check_bills(
                     f"the ledger has {attempt} and {shard}"
                 )
     return faults
+
+
+def _check_cancels(provider: Provider, by_hand: set[str]) -> list[str]:
+    """Check that no batch was cancelled whose answers are paid and lost by it, unless by hand.
+
+    One that does not end long after its window gives nothing anyhow.
+    """
+    if provider.limits.keeps_partial:
+        return []
+    late = provider.limits.window_seconds + OVERDUE_SECONDS
+    return [
+        f"{batch.batch_id} was cancelled at {batch.cancelled_at:.0f}, and {len(paid)} answers lost"
+        for batch in provider.batches.values()
+        if batch.state(math.inf) is BatchState.CANCELLED
+        and batch.shard_hex not in by_hand
+        and batch.cancelled_at < batch.created_at + late
+        and (paid := [line for line in batch.answered(math.inf) if line.text is not None])
+    ]
 
 
 def _read_shards(world: World) -> dict[str, ShardFacts]:

@@ -165,6 +165,13 @@ def forget_what_came_of_copies() -> AbstractContextManager[Any]:
     return mock.patch.object(BatchShardLedger, "flush", flush_without)
 
 
+def cancel_what_is_not_kept() -> AbstractContextManager[Any]:
+    def limits(self: FakeBatches) -> BatchLimits:
+        return replace(self._provider.limits, keeps_partial=True)
+
+    return mock.patch.object(FakeBatches, "limits", property(limits))
+
+
 _LOST = {"lost_reply": 0.6, "refused": 0.0, "systemic": 0.0, "refused_later": 0.0}
 _WAITS = {"wait_seconds": (5 * HOUR,), "other_account": 0.0}
 _STOPS = {"is_shared": True, "stop": 0.06, "crash": 0.02, "actions": 6, "requests": 5}
@@ -197,6 +204,9 @@ TROUBLES: dict[Sabotage, Troubles] = {
     forget_what_came_of_copies: Troubles(
         {**_LOST, "lost_reply": 0.0, "never_ends": 0.0, "expires": 0.7, "cancel_hangs": 0.0},
         {**_WAITS, "deadline_seconds": 2 * HOUR, "rescue_max_usd": 10 * PRICE_USD},
+    ),
+    cancel_what_is_not_kept: Troubles(
+        {**_LOST, "lost_reply": 0.0, "keeps_partial": False}, {"deadline_seconds": 2 * HOUR}
     ),
 }
 """Each mistake, and what makes it show within few seeds."""

@@ -166,6 +166,8 @@ class World:
         self.now = 0.0
         self.provider = Provider(self, self.climate.manners)
         self.keys: list[str] = []
+        self.cancelled_by_hand: set[str] = set()
+        """The shards, as hex, that a user wanted cancelled, whatever is lost."""
         self._ids = random.Random(seed)
         self._say = say
         self._is_calm = False
@@ -323,7 +325,9 @@ class World:
     def _cancel(self, actor: Actor) -> None:
         shards = actor.ledger.read_open_batches()
         if shards:
-            actor.batches.cancel(self.rng.choice(shards).shard_id)
+            shard_id = self.rng.choice(shards).shard_id
+            self.cancelled_by_hand.add(shard_id.replace("-", ""))
+            actor.batches.cancel(shard_id)
 
     def _settle(self) -> None:
         """Collect under both accounts, ever later, until no batch is open."""

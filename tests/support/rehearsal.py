@@ -161,6 +161,11 @@ def age(target: Target, hours: float) -> None:
     )  # fmt: skip
     moved = ", ".join(f"{each} = {each} - interval '{hours * 3600} seconds'" for each in moments)
     target.query(f"update {{ledger}}.shards set {moved}")
+    # Of what is queued for no worker, the position is a deadline.
+    target.query(
+        f"update {{ledger}}.queued set position = position - {round(hours * 3600)} "
+        "where enrichment not in (select enrichment from {ledger}.queues)"
+    )
 
 
 def billed_usd(emulator: Emulator, *, batch: float = 0.5) -> float:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchsql.sizing import MOST_REQUESTS, SHARD_SECONDS, shard_size
+from batchsql.sizing import MOST_REQUESTS, SHARD_SECONDS, batch_size, shard_size
+from batchsql.warehouse.batch_shards import PastBatch
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,38 @@ def test_shard_holds_ten_minutes_of_work(handled: int, seconds: float, expected:
 def test_last_shards_are_shared_with_others(free: int, others: int, expected: int) -> None:
     size = shard_size(1000, 64, handled=1000, seconds=100.0, free=free, others=others)
     assert size == expected
+
+
+FULL, LARGE = "queue_full", "too_large"
+
+
+@pytest.mark.parametrize(
+    ("past", "expected"),
+    [
+        ([], 1000),
+        ([(1000, None, True)], 1000),
+        # Nothing of ours was there, so it does not fit by itself.
+        ([(1000, FULL, True)], 500),
+        ([(1000, FULL, True), (500, FULL, True)], 250),
+        # There is room again when the others end.
+        ([(1000, FULL, False)], 1000),
+        ([(1000, None, True), (1000, FULL, False), (1000, FULL, False)], 1000),
+        # What is taken shows that more may be.
+        ([(1000, FULL, True), (500, FULL, True), (250, None, True)], 500),
+        ([(64, FULL, True), (32, FULL, True), (16, None, True), (32, None, False)], 64),
+        ([(8, FULL, True), (4, FULL, True), (2, FULL, True), (1, FULL, True)], 1),
+        # A file that is too large is so on every day.
+        ([(1000, LARGE, True), (500, None, True)], 500),
+        ([(1000, LARGE, False)], 500),
+        # Another fault says nothing of the size.
+        ([(1000, "transient", True), (1000, "", True)], 1000),
+    ],
+)
+def test_batch_is_as_large_as_those_before_it_allow(
+    past: list[tuple[int, str | None, bool]], expected: int
+) -> None:
+    assert batch_size([PastBatch(*each) for each in past], most=1000, least=1) == expected
+
+
+def test_batch_is_never_smaller_than_its_provider_takes() -> None:
+    assert batch_size([PastBatch(120, FULL, True)], most=1000, least=100) == 100
