@@ -322,7 +322,7 @@ class EnrichmentRun:
             return
         for telling in take_tellings(ledger, {self.context.enrichment: on_complete}):
             try:
-                telling.tell()
+                telling.tell(self.context.stop)
             except NotToldError as error:
                 ledger.give_back_completion(telling.completion)
                 self.context.warn(str(error))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from batchsql.completion import Telling
     from batchsql.dbt_project import ProjectOptions
     from batchsql.shipping import SendLimit
+    from batchsql.warehouse.queue import Queue
     from batchsql.working import Worked, Worker
 
 GRACE_SECONDS = 20.0
@@ -161,6 +162,7 @@ class _Session:
     tellings: list[Telling] = dataclasses.field(default_factory=list)
     done: list[Worked] = dataclasses.field(default_factory=list)
     idle_since: float = dataclasses.field(default_factory=time.monotonic)
+    has_told_of_others: bool = False
 
     def work(self) -> bool:
         """Open the ledgers and work on them to the end; return whether to look for some later."""
@@ -196,12 +198,34 @@ class _Session:
             if has_worked:
                 self.idle_since, pause = time.monotonic(), FIRST_PAUSE_SECONDS
                 continue
+            self._look_for_others(workers)
             is_alone = any(not each.ledger.warehouse.has_foreign_writers for each, _ in workers)
             has_set_aside = any(worker.worked.set_aside for _, worker in workers)
             if is_alone or has_set_aside or self._is_idle_for_too_long():
                 return
             self._pause(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    def _look_for_others(self, workers: Sequence[tuple[Found, Worker]]) -> None:
+        """Say once what waits, where --model and --select have left this worker nothing at all."""
+        is_choosy = self.enrichments is not None or self.models is not None
+        done = [worker.worked for _, worker in workers]
+        if not is_choosy or self.has_told_of_others or any(each.counts.tries for each in done):
+            return
+        queues = [queue for each, _ in workers for queue in each.ledger.read_queues()]
+        if not queues or any(self._is_wanted(queue) for queue in queues):
+            return
+        self.has_told_of_others = True
+        waiting = ", ".join(
+            f"{number(each.free + each.claimed, 'request')} of {model_name(each.enrichment)} "
+            f"for {each.model}"
+            for each in queues
+        )
+        _note(f"nothing that --model and --select leave is queued; queued: {waiting}")
+
+    def _is_wanted(self, queue: Queue) -> bool:
+        is_selected = self.enrichments is None or queue.enrichment in self.enrichments
+        return is_selected and (self.models is None or queue.model in self.models)
 
     def _is_idle_for_too_long(self) -> bool:
         idle = time.monotonic() - self.idle_since
@@ -238,7 +262,7 @@ class _Session:
             self.tellings += tellings
             return
         for each in tellings:
-            if is_told(each):
+            if is_told(each, self.stop):
                 found.ledger.close_completion(each.completion)
             else:
                 found.ledger.give_back_completion(each.completion)

@@ -651,7 +651,7 @@ def test_a_webhook_that_is_not_taken_or_redirects_is_told_without_its_address(
         told = read_on_complete({"webhook": f"{origin.url}/{HOOK}"})
         assert told is not None
         with pytest.raises(NotToldError, match=str(status)) as raised:
-            tell_completed(told, Completed("model.shop.labels", 1, 0))
+            tell_completed(told, Completed("model.shop.labels", 1, 0), threading.Event())
         search.error(raised.value)
         search.text("the declaration", f"{told!r} {told}")
         assert [path for path, _ in origin.heard] == [f"/{HOOK}"]

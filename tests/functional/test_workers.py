@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -12,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from batchsql import cli, completion
 from batchsql.cli import work
 from tests.support.lean import wait_for
 from tests.support.project import Project, Target
+from tests.support.workers import DETACHED, place, rows, run, worker
 
 ROWS = 10
-DETACHED = {"runner": "detached"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,23 +28,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "LONGEST_PAUSE_SECONDS", 0.05)
 
 
-def rows(count: int = ROWS, text: str = "ticket") -> str:
-    return " union all ".join(f"select {n} as id, '{text} {n}' as body" for n in range(count))
-
-
-def worker(project: Project, *args: str) -> Result:
-    """Run ``batchsql work`` in this process until nothing is left to do."""
-    place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
-    return CliRunner().invoke(cli.main, ["work", "--idle-exit", "0s", *place, *args])
-
-
 def statuses(target: Target, table: str = "labels") -> dict[str, int]:
     return dict(target.query(f"select llm_status, count(*) from {{schema}}.{table} group by 1"))
-
-
-def run(project: Project, *args: str) -> None:
-    result = project.run("run", *args)
-    assert result.ok, result.output
 
 
 # --- the story ------------------------------------------------------------------------------------
@@ -332,8 +316,7 @@ def test_without_a_ledger_there_is_nothing_to_do(project: Project) -> None:
 @pytest.mark.parametrize("target", ["duckdb"], indirect=True)
 def test_worker_does_not_wait_for_a_ledger_where_it_would_keep_dbt_out(project: Project) -> None:
     project.target.query("create table t as select 1 as id")
-    place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
-    assert project.worker("work", *place).wait(60) == 0
+    assert project.worker("work", *place(project)).wait(60) == 0
 
 
 def test_worker_that_is_told_to_end_exits_well_though_it_set_something_aside(
@@ -344,16 +327,6 @@ def test_worker_that_is_told_to_end_exits_well_though_it_set_something_aside(
     run(project)
     assert worker(project, "--max-shards", "2").exit_code == 0
     assert worker(project).exit_code == 1
-
-
-@pytest.mark.parametrize("target", ["postgres"], indirect=True)
-def test_idle_worker_finds_what_is_queued_later(project: Project) -> None:
-    project.model("labels", rows(2), llm=DETACHED)
-    place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
-    result = project.worker("work", "--idle-exit", "20s", "--max-shards", "1", *place)
-    run(project)
-    assert result.wait(60) == 0
-    assert len(project.sent()) == 2
 
 
 def test_completion_is_told_by_the_worker(project: Project, tmp_path: Path) -> None:
@@ -377,7 +350,7 @@ def test_command_of_a_completion_that_runs_dbt_is_not_run_for_its_own_run(
     run(project)
     answered = []
 
-    def command(*args: Any, env: Mapping[str, str], **kwargs: Any) -> Any:
+    def command(_command: str, env: Mapping[str, str], _stop: threading.Event) -> int:
         answered.append(env["BATCHSQL_ANSWERED"])
         if len(answered) == 1:  # a run that finds everything, then one that finds new rows
             monkeypatch.setenv("BATCHSQL_ENRICHMENT", env["BATCHSQL_ENRICHMENT"])
@@ -385,9 +358,9 @@ def test_command_of_a_completion_that_runs_dbt_is_not_run_for_its_own_run(
             project.model("labels", rows(5), llm=llm)
             run(project)
             monkeypatch.delenv("BATCHSQL_ENRICHMENT")
-        return subprocess.CompletedProcess("dbt run", 0)
+        return 0
 
-    monkeypatch.setattr(completion.subprocess, "run", command)
+    monkeypatch.setattr(completion, "_run", command)
     for _ in range(2):
         assert worker(project).exit_code == 0
     # What the command's own run has queued is another completion.
@@ -413,14 +386,14 @@ def test_completion_that_nobody_could_be_told_of_is_told_later(
 def test_status_shows_what_waits_for_workers(project: Project) -> None:
     project.model("labels", rows(5), llm=DETACHED)
     run(project)
-    place = ["--project-dir", str(project.root), "--profiles-dir", str(project.root)]
-    shown = CliRunner().invoke(cli.main, ["status", *place])
+    where = place(project)
+    shown = CliRunner().invoke(cli.main, ["status", *where])
     assert re.search(r"^labels +fake/labeller +\d+ s ago +5 +0 +0$", shown.stdout, re.MULTILINE)
-    document = json.loads(CliRunner().invoke(cli.main, ["status", "--json", *place]).stdout)
+    document = json.loads(CliRunner().invoke(cli.main, ["status", "--json", *where]).stdout)
     (queue,) = document["queues"]
     assert (queue["enrichment"], queue["free"], queue["claimed"]) == ("model.shop.labels", 5, 0)
     worker(project)
-    document = json.loads(CliRunner().invoke(cli.main, ["status", "--json", *place]).stdout)
+    document = json.loads(CliRunner().invoke(cli.main, ["status", "--json", *where]).stdout)
     assert document["queues"] == []
 
 
