@@ -92,8 +92,26 @@ class Candidate:
                 self.inputs[name] = self._context.dialect.input_sql(by_name[name])
             except UnsupportedColumnTypeError as error:
                 mistakes.append(Mistake(f"column {name}", str(error)))
+        mistakes += self._check_urgent_when(select_sql)
         if mistakes:
             raise SpecError(declaration.subject, mistakes)
+
+    def _check_urgent_when(self, select_sql: str) -> list[Mistake]:
+        """Have the warehouse read the condition, so that its error is told with the key's name."""
+        if self._declaration.urgent_when is None:
+            return []
+        picked = f"select {self._urgent_sql()} as urgent from (\n{select_sql}\n) q"
+        try:
+            self._context.source.describe(picked)
+        except Exception as error:  # noqa: BLE001 - each warehouse has its own
+            # The same SELECT was fine a moment ago without the condition.
+            reason = " ".join(str(error).split("LINE ")[0].split())
+            return [Mistake("urgent_when", f"the warehouse refuses the condition: {reason}")]
+        return []
+
+    def _urgent_sql(self) -> str:
+        condition = self._declaration.urgent_when
+        return "false" if condition is None else f"coalesce(bool_or((\n{condition}\n)), false)"
 
     def create(self, select_sql: str, target: str | None, spec_version: str) -> None:
         """Evaluate the SELECT into the table, and count its rows.
@@ -227,9 +245,7 @@ class Candidate:
         return self._context.source.stream(self._wanted_sql(is_engine=is_engine), batch_rows)
 
     def _wanted_sql(self, *, is_engine: bool) -> str:
-        urgent = "false"
-        if self._declaration.urgent_when is not None:
-            urgent = f"coalesce(bool_or((\n{self._declaration.urgent_when}\n)), false)"
+        urgent = self._urgent_sql()
         # Names of our own only, since the sort keys name the user's columns without a prefix.
         items = (
             f"(select item_key as __batchsql_item, request_key as __batchsql_request "

@@ -126,7 +126,7 @@ def is_llm_model(node: Any) -> bool:
 
 def _check_declarations(nodes: list[Any], config: Any) -> None:
     problems = []
-    for node in nodes:
+    for node in sorted(nodes, key=lambda each: str(each.name)):
         try:
             declaration = read_declaration(node, config)
         except SpecError as error:

@@ -41,13 +41,15 @@ def show_value(name: str, value: object) -> str:
 class SpecError(BatchsqlError):
     """A declaration is wrong. Holds every mistake found, so that one look mends them all."""
 
-    def __init__(self, subject: str, mistakes: Sequence[Mistake]) -> None:
+    def __init__(
+        self, subject: str, mistakes: Sequence[Mistake], kind: str = "declaration"
+    ) -> None:
         self.subject = subject
         self.mistakes = tuple(mistakes)
         lines = "\n".join(f"  - {mistake}" for mistake in self.mistakes)
         count = len(self.mistakes)
         noun = "mistake" if count == 1 else "mistakes"
-        super().__init__(f"{subject}: {count} {noun} in the declaration\n{lines}")
+        super().__init__(f"{subject}: {count} {noun} in the {kind}\n{lines}")
 
 
 class DataError(BatchsqlError):

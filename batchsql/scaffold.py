@@ -6,9 +6,10 @@ that only a line is added.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from batchsql.errors import BatchsqlError
+from batchsql.project_names import find_names
 from batchsql.version import __version__
 
 PROJECT_FILE = "dbt_project.yml"
@@ -26,9 +28,28 @@ FIRST_LIMIT = 100
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
+# Fewer examples, or other orders of them, make the smallest model give one label to every row.
 _PROMPT = """\
 system:
 Is the customer positive or negative? Answer with JSON.
+
+user:
+I love the new colours.
+
+assistant:
+{{"{output}":"positive"}}
+
+user:
+Thanks, the lamp is perfect!
+
+assistant:
+{{"{output}":"positive"}}
+
+user:
+It came early, great!
+
+assistant:
+{{"{output}":"positive"}}
 
 user:
 Nobody answers me. Third message!
@@ -37,10 +58,16 @@ assistant:
 {{"{output}":"negative"}}
 
 user:
-Thanks, the lamp is perfect!
+The lid is missing.
 
 assistant:
-{{"{output}":"positive"}}
+{{"{output}":"negative"}}
+
+user:
+My invoice is wrong and I am still waiting.
+
+assistant:
+{{"{output}":"negative"}}
 
 user:
 {text}
@@ -97,10 +124,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """What was done in a project, and the name of its first llm model."""
+    """What was done in a project, and the name of its first llm model.
+
+    ``is_for_one_machine`` says that the package was added by a path that others do not have.
+    """
 
     model: str
     steps: tuple[Step, ...]
+    is_for_one_machine: bool
 
 
 def find_project(start: Path) -> Path:
@@ -141,7 +172,8 @@ def write_scaffold(project: Path, *, model: str, rows: Rows | None, git: str | N
         git: the repository to take the macros from; None for the installed copy.
 
     Raises:
-        ScaffoldError: a file of the project cannot be read, or a name is no name.
+        ScaffoldError: a file of the project cannot be read, a name is no name, or the project has
+            no model of the name that the rows are to come from. Nothing is written then.
     """
     config = _read_yaml(project / PROJECT_FILE)
     paths = config.get("model-paths") or ["models"]
@@ -151,6 +183,7 @@ def write_scaffold(project: Path, *, model: str, rows: Rows | None, git: str | N
         )
     if rows is not None:
         _check_names(rows)
+        _check_is_there(rows.model, find_names(project, config))
     name = "ticket_labels" if rows is None else f"{rows.model}_labels"
     files = {
         f"prompts/{name}.md": render_prompt(rows),
@@ -162,7 +195,8 @@ def write_scaffold(project: Path, *, model: str, rows: Rows | None, git: str | N
             raise ScaffoldError(f"{path} is outside the project; nothing was written")
     steps = [add_package(project, git)]
     steps += [_write_new(project, path, text) for path, text in files.items()]
-    return Scaffold(name, tuple(steps))
+    package = _entry(project, git).get("local", "")
+    return Scaffold(name, tuple(steps), steps[0].is_change and Path(package).is_absolute())
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -197,6 +231,17 @@ def _check_names(rows: Rows) -> None:
     for option, column in (("--key", rows.key), ("--text", rows.text)):
         if not column.strip() or any(character in column for character in '"\\{}\r\n\0'):
             raise ScaffoldError(f"{option} got {column!r}; give a column that {rows.model} has")
+
+
+def _check_is_there(model: str, names: Collection[str]) -> None:
+    if model in names:
+        return
+    near = difflib.get_close_matches(model, sorted(names), 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ScaffoldError(
+        f"nothing was written: --from got {model!r}, but the project has no model, seed or "
+        f"snapshot of that name{hint}"
+    )
 
 
 def _output_name(rows: Rows | None) -> str:

@@ -47,6 +47,7 @@ _OWN_HOST = re.compile(
 # As in botocore's model, with room for what is appended.
 _S3_URI = re.compile(r"s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9](?:/[-!_*'().a-z0-9A-Z]+)*/?")
 _MAX_S3_URI_CHARS = 900
+_MIN_BUCKET_CHARS = 3
 _ROLE_ARN = re.compile(r"arn:aws(?:-[^:]+)?:iam::(?P<account>[0-9]{12}):role/.+")
 _CREDENTIALS = re.compile(
     r"((?i:x-amz-security-token)\W{1,4}|Invalid header value )(?:b?'[^']*'|[^\s'\"]+)"
@@ -188,8 +189,13 @@ def _check_batch_options(engine: Mapping[str, Any]) -> list[Mistake]:
     if isinstance(s3_uri, str) and (
         len(s3_uri) > _MAX_S3_URI_CHARS or not _S3_URI.fullmatch(s3_uri)
     ):
+        bucket = s3_uri.removeprefix("s3://").partition("/")[0]
+        reason = ""
+        if len(bucket) < _MIN_BUCKET_CHARS:
+            reason = f", whose bucket has a name of fewer than {_MIN_BUCKET_CHARS} characters"
         message = (
-            f"got {s3_uri[:100]!r}; write a bucket and a folder in it: s3://my-bucket/batchsql"
+            f"got {s3_uri[:100]!r}{reason}; write a bucket and a folder in it: "
+            "s3://my-bucket/batchsql"
         )
         mistakes.append(Mistake("engine.s3_uri", message))
     if isinstance(role_arn, str) and not _ROLE_ARN.fullmatch(role_arn):

@@ -99,9 +99,9 @@ def check_endpoint(engine: Mapping[str, Any], own_base_url: str | None) -> list[
             mistakes.append(
                 Mistake(
                     "engine.api_key_env",
-                    f"is missing: engine.base_url is not {_origin(own_base_url)}, so the default "
-                    "key is not sent there; name the environment variable that holds the key for "
-                    f"it, or {NO_KEY} to send no key",
+                    f"is missing: engine.base_url is not {_without_path(own_base_url)}, so the "
+                    "default key is not sent there; name the environment variable that holds the "
+                    f"key for it, or {NO_KEY} to send no key",
                 )
             )
     if isinstance(named, str) and named != NO_KEY and not _ENV_NAME.fullmatch(named):
@@ -140,6 +140,11 @@ def _origin(url: str) -> str:
     parts = urlsplit(url)
     port = parts.port or {"https": 443, "http": 80}.get(parts.scheme)
     return f"{parts.scheme}://{(parts.hostname or '').lower()}:{port}"
+
+
+def _without_path(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _url_problem(url: str) -> str | None:

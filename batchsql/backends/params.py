@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,16 +62,21 @@ def check_values(values: Mapping[str, Any], accepted: Params, where: str) -> lis
     mistakes = []
     for name, value in values.items():
         if name not in accepted:
-            known = ", ".join(sorted(accepted))
-            message = (
-                f"got {show_value(name, value)}, but nothing of that name is known; "
-                f"accepted: {known}"
-            )
-            mistakes.append(Mistake(f"{where}.{name}", message))
+            mistakes.append(Mistake(f"{where}.{name}", _explain_unknown(name, value, accepted)))
         elif not accepted[name].accepts(value):
             message = f"got {show_value(name, value)}; accepted: {accepted[name]}"
             mistakes.append(Mistake(f"{where}.{name}", message))
     return mistakes
+
+
+def _explain_unknown(name: str, value: object, accepted: Params) -> str:
+    known = sorted(accepted)
+    near = difflib.get_close_matches(name, known, 1)
+    # A number is shown where it is meant for something like max_tokens; a text may be a token.
+    is_number = isinstance(value, (int, float))
+    shown = show_value(near[0] if near and is_number else name, value)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"got {shown}, but nothing of that name is known; {hint}accepted: {', '.join(known)}"
 
 
 def _plain(bound: float) -> str:

@@ -61,7 +61,10 @@ def import_ledger(
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise CarryingError(f"{folder} holds no export of a ledger: there is no {MANIFEST} in it")
+        raise CarryingError(
+            f"{folder} holds no export of a ledger: there is no {MANIFEST} in it; give the folder "
+            "that batchsql export wrote"
+        )
     for table in manifest.tables.values():
         for file in table.files:
             _check_file(folder, file)

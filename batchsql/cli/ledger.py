@@ -216,7 +216,8 @@ def _print_status(
     )  # fmt: skip
     for each in documents:
         if each["last_run"]["error"]:
-            say(f"{each['name']}: the last run said: {each['last_run']['error']}")
+            error = each["last_run"]["error"].removeprefix(f"{each['name']}: ")
+            say(f"{each['name']}: the last run said: {error}")
     if queues:
         say("")
         print_table(
@@ -382,4 +383,7 @@ def _print_causes(causes: Sequence[dict[str, Any]], total: int, show_output: boo
     shown = sum(each["requests"] for each in causes)
     if shown < total:
         say(f"{number(total - shown, 'more dead letter')} of rarer causes (--limit shows more)")
-    say("To send them once more: batchsql replay, then dbt run, or batchsql replay --model")
+    say(
+        "To send them once more: batchsql replay, then dbt run, or batchsql replay --model "
+        "PROVIDER/NAME"
+    )

@@ -73,7 +73,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
     ) -> float:
         seconds = parse_seconds(value)
         if seconds is None:
-            self.fail(f"got {value!r}; write a duration such as 90s, 30m or 6h", param, context)
+            self.fail(f"got {value!r}; write a duration such as 90s, 30m, 6h or 2d", param, context)
         return seconds
 
 

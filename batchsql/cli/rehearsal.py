@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import threading
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
-from batchsql.cli.options import reports_errors
+from batchsql.cli.options import ReadableFailure, reports_errors
 from batchsql.cli.screen import number, say
 from batchsql.errors import MissingExtraError
 
@@ -22,6 +24,19 @@ def _read_speed(context: click.Context, option: click.Parameter, value: str) -> 
     if not speed > 0:
         raise click.BadParameter(f"got {value!r}; give a number above zero, or instant")
     return speed
+
+
+def _read_s3(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value in (None, "moto"):
+        return value
+    try:
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise click.BadParameter(f"got {value!r}; give moto, or a URL: http://127.0.0.1:9000")
+    return value
 
 
 @click.command()
@@ -70,8 +85,9 @@ def _read_speed(context: click.Context, option: click.Parameter, value: str) -> 
 @click.option(
     "--s3",
     metavar="URL",
+    callback=_read_s3,
     help="Where Bedrock's batch jobs read and write: the address of a server that speaks S3, or "
-    "moto to start one here. Without it there are no such jobs.",
+    "moto to start one here, with the bucket rehearsal. Without it there are no such jobs.",
 )
 @click.option("--log", is_flag=True, help="Print a line for each request.")
 @reports_errors
@@ -98,7 +114,7 @@ def emulate(
     try:
         from batchsql.emulate import Emulator
         from batchsql.emulate.limits import read_limits
-        from batchsql.emulate.s3 import serve_s3
+        from batchsql.emulate.s3 import BUCKET, serve_s3
         from batchsql.emulate.script import read_rules
     except ModuleNotFoundError as error:
         raise MissingExtraError(
@@ -114,14 +130,26 @@ def emulate(
     stop = threading.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda *_: stop.set())
-    with serve_s3() if s3 == "moto" else contextlib.nullcontext(s3) as s3_endpoint_url, Emulator(
-        port=port, rules=rules, speed=speed, latency_seconds=latency, models=models,
-        s3_endpoint_url=s3_endpoint_url, on_call=tell if log else None, **known_limits,
-    ) as server:  # fmt: skip
+    with contextlib.ExitStack() as opened:
+        s3_endpoint_url = opened.enter_context(serve_s3()) if s3 == "moto" else s3
+        emulator = Emulator(
+            port=port, rules=rules, speed=speed, latency_seconds=latency, models=models,
+            s3_endpoint_url=s3_endpoint_url, on_call=tell if log else None, **known_limits,
+        )  # fmt: skip
+        try:
+            server = opened.enter_context(emulator)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ReadableFailure(
+                f"port {port} is in use; give another --port, or leave it out for a free one"
+            ) from error
         say(f"The rehearsal server listens on {server.url}. Nothing is real, nothing is paid.")
         say("Send the providers' SDKs here with:")
         for name, value in server.environment.items():
             say(f"  export {name}={value}")
+        if s3 == "moto":
+            say(f"The S3 server here holds one bucket, which is empty: s3://{BUCKET}")
         say(f"What would have been billed: curl {server.url}/_emulate/bill")
         say(f"Bring all batches to their end: curl -d '{{\"stage\": \"end\"}}' "
             f"{server.url}/_emulate/advance")  # fmt: skip

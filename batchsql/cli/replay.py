@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from batchsql.cli.batches import stopping
 from batchsql.cli.ledger import NO_LEDGER, found_ledgers, model_name
 from batchsql.cli.options import json_option, opens_project
-from batchsql.cli.screen import number, print_json, say, working
+from batchsql.cli.screen import number, print_json, say, usd, working
 from batchsql.types import ModelRef, Outcome
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _ask_to_send(
     asked = ", ".join(sorted({str(each.declaration.model) for each in plans}))
     cost = "at a price that is not known"
     if estimate is not None:
-        cost = f"for at most about {estimate:.4f} USD, if one try of each is enough"
+        cost = f"for at most about {usd(estimate)}, if one try of each is enough"
     question = (
         f"{number(total, 'dead letter')} of {models} ({_by_cause(counts)}) would be sent to "
         f"{asked} now, {cost}."
@@ -316,7 +316,7 @@ def _print_replayed(made: Sequence[Replayed], left: int, cause: str | None) -> N
     failed = sum(each.counts.given_up for each in made)
     cost = sum(each.counts.cost_usd for each in made)
     if made:
-        paid = f", {cost:.4f} USD" if cost else ""
+        paid = f", {usd(cost)}" if cost else ""
         say(
             f"{number(answered, 'dead letter')} answered, {failed:,} failed again{paid}; the next "
             "dbt run builds the answers into the table"

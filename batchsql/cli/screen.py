@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_LEAST_USD = 0.0001
 _WHITE = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -134,6 +135,13 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
 
 def ago(seconds: float) -> str:
     return f"{format_seconds(max(0.0, seconds))} ago"
+
+
+def usd(cost_usd: float) -> str:
+    """Return a cost to a hundredth of a cent, never as nothing where something was paid."""
+    if 0 < cost_usd < _LEAST_USD:
+        return f"under {_LEAST_USD:.4f} USD"
+    return f"{cost_usd:.4f} USD"
 
 
 def number(count: int, noun: str, plural: str | None = None) -> str:

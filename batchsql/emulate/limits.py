@@ -38,5 +38,5 @@ def read_limits(options: Iterable[str]) -> Mapping[str, Any]:
         else:
             limits[provider] = dataclasses.replace(limits[provider], **{limit: int(number)})
     if mistakes:
-        raise SpecError("limits", mistakes)
+        raise SpecError("limits", mistakes, "limits")
     return limits

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from batchsql.errors import MissingExtraError
 
 KEY = "rehearsal"
+BUCKET = "rehearsal"
 REGION = "us-east-1"
 
 
@@ -52,6 +53,10 @@ class ObjectStore:
         bucket, key = _split(uri)
         self._client.put_object(Bucket=bucket, Key=key, Body=content)
 
+    def make_bucket(self, name: str) -> None:
+        """Create a bucket."""
+        self._client.create_bucket(Bucket=name)
+
     @property
     def _client(self) -> Any:
         if self._opened is None:
@@ -73,10 +78,12 @@ def _split(uri: str) -> tuple[str, str]:
 
 @contextmanager
 def serve_s3() -> Iterator[str]:
-    """Run moto's S3 on a free port of this machine, and yield its address.
+    """Run moto's S3 on a free port of this machine, with one empty bucket, and yield its address.
+
+    The bucket is called ``BUCKET``.
 
     Raises:
-        MissingExtraError: moto is not installed.
+        MissingExtraError: moto or boto3 is not installed.
     """
     if importlib.util.find_spec("moto") is None:
         raise MissingExtraError("a store of its own needs moto: pip install 'moto[s3,server]'")
@@ -87,6 +94,8 @@ def serve_s3() -> Iterator[str]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
+        url = f"http://{host}:{port}"
+        ObjectStore(url).make_bucket(BUCKET)
+        yield url
     finally:
         server.stop()

@@ -171,9 +171,8 @@ def parse_rules(document: object, subject: str) -> list[Rule]:
     Raises SpecError with every mistake.
     """
     if not isinstance(document, list):
-        raise SpecError(
-            subject, [Mistake("rules", "write a list of mappings, each with a behaviour")]
-        )
+        message = "write a list of mappings, each with a behaviour"
+        raise SpecError(subject, [Mistake("rules", message)], "rules")
     rules: list[Rule] = []
     mistakes: list[Mistake] = []
     for number, entry in enumerate(document, start=1):
@@ -182,10 +181,40 @@ def parse_rules(document: object, subject: str) -> list[Rule]:
         except ValidationError as error:
             for each in error.errors():
                 where = ".".join(map(str, each["loc"])) or "rule"
-                mistakes.append(Mistake(f"rule {number}, {where}", each["msg"]))
+                mistakes.append(Mistake(f"rule {number}, {where}", _explain(where, each)))
     if mistakes:
-        raise SpecError(subject, mistakes)
+        raise SpecError(subject, mistakes, "rules")
     return rules
+
+
+def _explain(where: str, problem: Any) -> str:
+    behaviours = f"the behaviours are: {', '.join(each.value for each in Behaviour)}"
+    if problem["type"] == "extra_forbidden":
+        return f"a rule has nothing of that name; it takes: {', '.join(Rule.model_fields)}"
+    if problem["type"] == "missing":
+        return f"is missing; {behaviours}"
+    got = f"got {problem['input']!r}"
+    if where == "behaviour":
+        return f"{got}; {behaviours}"
+    return f"{got}: {problem['msg']}"
+
+
+def check_endpoints(rules: Iterable[Rule], operations: Iterable[str]) -> None:
+    """Look for rules that meet no operation, ever.
+
+    Raises SpecError with every mistake.
+    """
+    known = sorted(operations)
+    mistakes = [
+        Mistake(
+            f"{rule.behaviour.value}, endpoint",
+            f"no operation is called {rule.endpoint!r}; the operations are: {', '.join(known)}",
+        )
+        for rule in rules
+        if rule.endpoint is not None and not any(fnmatchcase(name, rule.endpoint) for name in known)
+    ]
+    if mistakes:
+        raise SpecError("rules", mistakes, "rules")
 
 
 def read_rules(option: str) -> list[Rule]:
@@ -201,18 +230,20 @@ def read_rules(option: str) -> list[Rule]:
         try:
             content = yaml.safe_load(Path(option).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SpecError(option, [Mistake("file", f"cannot be read: {error}")]) from error
+            raise SpecError(
+                option, [Mistake("file", f"cannot be read: {error}")], "rules"
+            ) from error
         except yaml.YAMLError as error:
-            raise SpecError(option, [Mistake("file", f"is not YAML: {error}")]) from error
+            raise SpecError(option, [Mistake("file", f"is not YAML: {error}")], "rules") from error
         return parse_rules(content, option)
     try:
         behaviour, *pairs = shlex.split(option)
     except ValueError as error:
-        raise SpecError(option, [Mistake("rule", f"cannot be read: {error}")]) from error
+        raise SpecError(option, [Mistake("rule", f"cannot be read: {error}")], "rules") from error
     entry: dict[str, str] = {"behaviour": behaviour}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise SpecError(option, [Mistake(pair, "write condition=value")])
+            raise SpecError(option, [Mistake(pair, "write condition=value")], "rules")
         entry[name] = value
     return parse_rules([entry], option)

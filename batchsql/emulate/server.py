@@ -29,7 +29,14 @@ from batchsql.emulate.provider import (
     read_json,
 )
 from batchsql.emulate.s3 import KEY, REGION, ObjectStore
-from batchsql.emulate.script import Behaviour, Moment, Rule, Script, parse_rules
+from batchsql.emulate.script import (
+    Behaviour,
+    Moment,
+    Rule,
+    Script,
+    check_endpoints,
+    parse_rules,
+)
 from batchsql.emulate.timeline import Clock, Durations, Phase
 from batchsql.errors import BatchsqlError
 
@@ -82,13 +89,14 @@ class Emulator:
         self._lock = threading.RLock()
         self._held = threading.Condition(self._lock)
         self._held_count = 0
-        self._world = World(Clock(), (durations or Durations()).at_speed(speed), Script(rules))
+        self._world = World(Clock(), (durations or Durations()).at_speed(speed), Script())
         self._openai = OpenAI(self._world, openai, models)
         self._anthropic = Anthropic(self._world, anthropic, models)
         self._google = Google(self._world, google, models)
         self._s3_endpoint_url = s3_endpoint_url
         store = None if s3_endpoint_url is None else ObjectStore(s3_endpoint_url)
         self._bedrock = Bedrock(self._world, bedrock, models, store)
+        self.misbehave(*rules)
         self._limits: Mapping[str, int | None] = {
             "openai": openai.concurrent_requests if openai else None,
             "anthropic": anthropic.concurrent_requests if anthropic else None,
@@ -180,6 +188,12 @@ class Emulator:
     def _providers(self) -> Sequence[Provider]:
         return (self._openai, self._anthropic, self._bedrock, self._google)
 
+    @property
+    def _operation_names(self) -> set[str]:
+        """What rules can meet: the calls, and the lines of batches."""
+        calls = {each.name for provider in self._providers for each in provider.operations}
+        return calls | {f"{provider.name}.batches.line" for provider in self._providers}
+
     # --- where it is ----------------------------------------------------------------------------
 
     @property
@@ -229,7 +243,11 @@ class Emulator:
     # --- control --------------------------------------------------------------------------------
 
     def misbehave(self, *rules: Rule) -> None:
-        """Add rules behind those in force."""
+        """Add rules behind those in force.
+
+        Raises SpecError where the endpoint of one fits no operation; none is added then.
+        """
+        check_endpoints(rules, self._operation_names)
         with self._lock:
             self._world.script.add(*rules)
 

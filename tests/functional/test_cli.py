@@ -97,6 +97,7 @@ def test_version_is_the_package_version() -> None:
         ["status", "--vars", "{a: "],
         ["replay", "--cause", "ok"],
         ["failed", "--limit", "0"],
+        ["recover", "--select", "a", "--since", "3weeks"],
         ["status", "--project-dir", "/nowhere"],
     ],
 )
@@ -104,6 +105,38 @@ def test_wrong_usage_ends_with_2(args: list[str]) -> None:
     result = CliRunner().invoke(cli.main, args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Error: " in result.stderr
+
+
+def test_exit_codes_are_listed_and_durations_of_days_are_hinted_at() -> None:
+    told = " ".join(CliRunner().invoke(cli.main, ["--help"]).stdout.split())
+    assert "0 good, 1 an error, 2 wrong usage, 3 work is open" in told
+    args = ["recover", "--select", "a", "--since", "3weeks"]
+    assert "write a duration such as 90s, 30m, 6h or 2d" in " ".join(
+        CliRunner().invoke(cli.main, args).stderr.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("cost_usd", "shown"),
+    [(0.0, "0.0000 USD"), (0.00001, "under 0.0001 USD"), (0.0001, "0.0001 USD"), (2, "2.0000 USD")],
+)
+def test_cost_never_looks_like_nothing_where_something_was_paid(
+    cost_usd: float, shown: str
+) -> None:
+    assert screen.usd(cost_usd) == shown
+
+
+@pytest.mark.parametrize("file", [None, "answers.csv"])
+def test_import_of_a_folder_that_is_no_export_says_which_to_give(
+    duck: Project, tmp_path: Path, file: str | None
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    if file is not None:
+        (folder / file).touch()
+    result = call(duck, "import", str(folder))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "give the folder that batchsql export wrote" in result.stderr
 
 
 def test_folder_without_a_project_is_an_error(tmp_path: Path) -> None:
@@ -313,6 +346,9 @@ def test_status_keeps_the_rows_of_the_last_good_run_beside_the_error_of_a_failed
     assert labels["rows"]["ok"] == 2
     assert labels["requests"]["waiting"] == 1
     assert "the last run said: the fake backend refuses everything" in call(duck, "status").stdout
+    duck.model("tickets", "select * from (values (null, 'x')) as t(id, body)")
+    assert not duck.run("run").ok
+    assert "labels: the last run said: the unique key id is NULL" in call(duck, "status").stdout
 
 
 def test_status_shows_open_shards(project: Project) -> None:
@@ -407,6 +443,7 @@ def test_failed_groups_dead_letters_by_cause(project: Project) -> None:
     ]
     few = document(call(project, "failed", "--json", "--limit", "1"))
     assert [cause["outcome"] for cause in few["causes"]] == ["truncated"]
+    assert call(project, "failed").stdout.endswith("batchsql replay --model PROVIDER/NAME\n")
     assert "2 more dead letters of rarer causes" in call(project, "failed", "--limit", "1").stdout
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -63,7 +64,8 @@ def test_command_serves_until_it_is_stopped_and_tells_the_bill(
         assert set(variables) == set(Emulator(s3_endpoint_url=s3_url).environment)
         if s3_url is not None:
             with urllib.request.urlopen(s3_url, timeout=30) as reply:
-                assert b"ListAllMyBucketsResult" in reply.read()
+                assert b"<Name>rehearsal</Name>" in reply.read()
+            assert "one bucket, which is empty: s3://rehearsal" in told
         question = {"model": "gpt-5-mini", "messages": [{"role": "user", "content": "hi"}]}
         url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
         contents = [post(url, question)["choices"][0]["message"]["content"] for _ in range(2)]  # type: ignore[index]
@@ -81,7 +83,11 @@ def test_command_serves_until_it_is_stopped_and_tells_the_bill(
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--misbehave", "explode"], "behaviour"),
+        (["--misbehave", "explode"], "got 'explode'; the behaviours are: rate_limit, server_error"),
+        (["--misbehave", "drop when=now"], "it takes: behaviour, endpoint, text"),
+        (["--misbehave", "drop endpoint=openai.chatt"], "'openai.chatt'; the operations are: "),
+        (["--s3", "foo"], "got 'foo'; give moto, or a URL"),
+        (["--s3", "http://[x"], "got 'http://[x'; give moto, or a URL"),
         (["--limit", "openai.nope=1"], "batch_requests"),
         (["--speed", "0"], "above zero"),
     ],
@@ -89,7 +95,18 @@ def test_command_serves_until_it_is_stopped_and_tells_the_bill(
 def test_wrong_option_is_refused(args: list[str], told: str) -> None:
     result = CliRunner().invoke(cli.main, ["emulate", *args])
     assert result.exit_code != 0
-    assert told in result.output
+    assert told in " ".join(result.output.replace("│", "").split())
+    assert "in the declaration" not in result.output
+
+
+def test_port_that_is_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.main, ["emulate", "--port", str(port)])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: port {port} is in use; give another --port, or leave it out for a free one\n"
+    )
 
 
 @pytest.mark.parametrize("behaviour", [each.value for each in Behaviour])

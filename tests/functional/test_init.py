@@ -151,8 +151,15 @@ def test_package_that_is_there_is_not_added_again(
         assert f"this copy would be local: {ROOT}" in output
 
 
+def test_path_of_this_machine_is_told_where_it_is_added(folder: Path) -> None:
+    note = "In a project that others share, take the entry out again and run: batchsql init --git"
+    assert note in done(init(folder))
+    assert note not in done(init(folder))
+
+
 def test_git_adds_the_tag_of_this_version(folder: Path) -> None:
-    done(init(folder, "--git", "https://example.com/batchsql.git"))
+    output = done(init(folder, "--git", "https://example.com/batchsql.git"))
+    assert "Note:" not in output
     assert packages(folder / "packages.yml") == [
         {"git": "https://example.com/batchsql.git", "revision": f"v{__version__}"}
     ]
@@ -164,7 +171,7 @@ def test_copy_inside_the_project_gets_a_relative_path(
     copy = folder / ".venv" / "batchsql" / "dbt_package"
     copy.mkdir(parents=True)
     monkeypatch.setattr(scaffold, "installed_package", lambda: copy.resolve())
-    done(init(folder))
+    assert "Note:" not in done(init(folder))
     assert packages(folder / "packages.yml") == [{"local": ".venv/batchsql/dbt_package"}]
 
 
@@ -246,6 +253,71 @@ def test_name_that_is_no_name_writes_nothing(folder: Path, option: str, value: s
     assert result.exit_code == 1
     assert f"{option} got {value!r}" in result.stderr
     assert everything(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name"),
+    [
+        ("models/a/stg_tickets.sql", "select 1", "stg_tickets"),
+        ("models/stg_tickets.py", "", "stg_tickets"),
+        ("models/stg_tickets_v2.sql", "", "stg_tickets_v2"),
+        ("models/any.yml", "models: [{name: stg_tickets}]\n", "stg_tickets"),
+        ("seeds/stg_tickets.csv", "id\n1\n", "stg_tickets"),
+        ("snapshots/all.sql", "{% snapshot stg_tickets %}{% endsnapshot %}", "stg_tickets"),
+        ("snapshots/all.yml", "snapshots: [{name: stg_tickets}]\n", "stg_tickets"),
+        ("dbt_packages/other/models/stg_tickets.sql", "select 1", "stg_tickets"),
+    ],
+)
+def test_rows_may_come_from_whatever_ref_can_name(
+    folder: Path, path: str, text: str, name: str
+) -> None:
+    (folder / path).parent.mkdir(parents=True)
+    (folder / path).write_text(text)
+    if path.startswith("dbt_packages"):
+        (folder / "dbt_packages/other/dbt_project.yml").write_text("name: other\n")
+    assert f"+ models/{name}_labels.sql: written" in done(
+        init(folder, "--from", name, "--key", "id", "--text", "body")
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("sql/stg_tickets.sql", "of that name; did you mean stg_tickets?\n"),
+        ("sql/orders.sql", "of that name\n"),
+        ("models/stg_tickets.sql", "of that name\n"),  # not among the model paths
+        ("sql/any.yml", "of that name\n"),
+    ],
+)
+def test_model_that_is_not_there_writes_nothing(folder: Path, path: str, told: str) -> None:
+    (folder / "dbt_project.yml").write_text("name: shop\nmodel-paths: [sql]\n")
+    (folder / path).parent.mkdir()
+    (folder / path).write_text("sources: [{name: x, tables: [{name: stg_ticket}]}]\n")
+    before = everything(folder)
+    result = init(folder, "--from", "stg_ticket", "--key", "id", "--text", "body")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "nothing was written: --from got 'stg_ticket'" in result.stderr
+    assert result.stderr.endswith(told)
+    assert everything(folder) == before
+
+
+def test_prompt_shows_each_label_three_times_and_no_row_that_is_asked(folder: Path) -> None:
+    done(init(folder))
+    prompt = (folder / "prompts/ticket_labels.md").read_text()
+    for label in ("negative", "positive"):
+        assert prompt.count(f'assistant:\n{{"sentiment":"{label}"}}\n') == 3
+    examples = re.findall(r"user:\n(.+)\n", prompt)[:-1]
+    assert len(set(examples)) == 6
+    model = (folder / "models/ticket_labels.sql").read_text()
+    assert not [each for each in examples if each in model]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_told"), [(scaffold.DEFAULT_MODEL, True), ("openai/gpt-5-mini", False)]
+)
+def test_small_model_is_called_one_for_trying_out(folder: Path, model: str, is_told: bool) -> None:
+    told = "the small model is for trying out; expect wrong labels"
+    assert (told in done(init(folder, "--model", model))) is is_told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -34,7 +35,10 @@ DECLARATIONS: list[tuple[str, dict[str, Any], list[str]]] = [
      {"limit": "five", "max_attempts": 0, "incremental": "yes", "returns": []},
      ["limit: got 'five'; wanted is a whole number", "max_attempts: got 0; wanted is a whole",
       "incremental: got 'yes'; wanted is true or false", "returns: got []"]),
-    ("unknown_parameter", {"params": {"temprature": 1}}, ["temprature", "temperature"]),
+    ("unknown_parameter", {"params": {"temprature": 1}},
+     ["temprature: got 1, but nothing", "did you mean temperature?"]),
+    ("unknown_limit", {"params": {"max_token": 5}},
+     ["max_token: got 5, but nothing", "did you mean max_tokens?"]),
     ("bad_normalize", {"normalize": "lower"}, ["normalize: got 'lower'; accepted: none, standard"]),
 ]  # fmt: skip
 
@@ -62,6 +66,10 @@ def test_all_declarations_are_checked_at_once_before_anything_runs(project: Proj
         assert "batchsql.is_incremental()" in message_of(result, "bare_call")
         assert "meta.llm: is missing" in message_of(result, "nothing")
         assert "right:" not in result.output
+        told = re.findall(r"(\w+): \d+ mistakes? in the declaration", result.output)
+        in_order = list(dict.fromkeys(told))  # the text may be printed more than once
+        assert len(in_order) > len(DECLARATIONS)
+        assert in_order == sorted(in_order)
     assert project.sent() == []
     assert (
         project.target.query(
@@ -137,6 +145,10 @@ def test_mistakes_that_need_the_rows_leave_the_last_table_as_it_is(project: Proj
          ["the unique key id is NULL in 1 rows"]),
         ("bad_row", "select * from {{ ref('tickets') }}", {"prompt": "prompts/divide.md"}, {},
          ["the prompt cannot be rendered for the row 2", "nothing was sent"]),
+        ("urgent_column", ALL_TICKETS, {"urgent_when": "prio = 'high'"}, {},
+         ["urgent_when: the warehouse refuses the condition: ", "prio"]),
+        ("urgent_number", ALL_TICKETS, {"urgent_when": "id"}, {},
+         ["urgent_when: the warehouse refuses the condition: "]),
         ("bad_sql", "select nothing from {{ ref('tickets') }}", {}, {}, ["nothing"]),
         ("late_error", "select *, cast(body as integer) as n from {{ ref('tickets') }}", {}, {},
          ["ticket 1"]),

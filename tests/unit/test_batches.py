@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pytest
 
@@ -17,151 +15,22 @@ from batchsql.backends import batch
 from batchsql.backends.batch import (
     BatchFault,
     BatchGoneError,
-    BatchLimits,
-    BatchLine,
     BatchState,
     BatchStatus,
-    CreatedBatch,
-    Finding,
     NotCreatedError,
     ProviderBusyError,
-    custom_id,
 )
-from batchsql.batches import Batches
-from batchsql.declare.returns import parse_returns
 from batchsql.errors import BackendError, LeaseLostError, SystemicError
-from batchsql.judging import Judge
-from batchsql.types import Call, Completion, FinishReason, ModelRef, Outcome, Request, Route
+from batchsql.types import Outcome
 from batchsql.warehouse.adopting import FoundBatch, adopt_batch
-from batchsql.warehouse.duckdb import DuckDBWarehouse
-from batchsql.warehouse.ledger import Ledger, SpecRow
-from batchsql.warehouse.shards import Attempt, ShardOrder, ShardState
+from batchsql.warehouse.shards import Attempt, ShardState
+from tests.support.desk import CALL, DAY, HOUR, ORDER, RUN, SPEC, Desk, line
 
-SPEC = str(uuid.UUID(int=1))
 KEYS = [uuid.UUID(int=100 + n).hex for n in range(2)]
-RUN = str(uuid.uuid4())
-RETURNS, _ = parse_returns({"label": {"type": "string"}})
-CALL = Call(ModelRef("fake", "m"), {}, RETURNS.object_schema(), 50)
-ORDER = ShardOrder(RUN, "me", "e", SPEC, "fake", "fake/m", 900.0)
-HOUR, DAY = 3600.0, 24 * 3600.0
-LIMITS = BatchLimits(1000, 10**6, window_seconds=DAY, retention_seconds=30 * DAY)
 ODD = [("m\x00x", "m\\u0000x"), ("m\ud83dx", "m\\ud83dx")]
 """What databases do not store, and how it is stored."""
 
 BUSY, GONE = ProviderBusyError("not now"), BatchGoneError("no such batch")
-
-
-class Provider:
-    """A batch backend whose calls do, or raise, what they are told to."""
-
-    limits, account, version = LIMITS, "a", "v"
-
-    def __init__(self) -> None:
-        self.lines: list[BatchLine] = []
-        self.discarded: list[str | None] = []
-        self.does: dict[str, Any] = {
-            "create": CreatedBatch("b"), "find": Finding(is_sure=True), "cancel": None,
-            "poll": BatchStatus(BatchState.COMPLETED, "completed"),
-        }  # fmt: skip
-
-    def _do(self, name: str) -> Any:
-        done = self.does[name]
-        if isinstance(done, Exception):
-            raise done
-        return done
-
-    def encoder(self, call: Call) -> Callable[[str, Request], bytes]:
-        return lambda name, request: name.encode()
-
-    def upload(self, shard: object, lines: object, call: object) -> str:
-        return "file-1"
-
-    def create(self, *_: object) -> Any:
-        return self._do("create")
-
-    def find(self, shard: object) -> Any:
-        return self._do("find")
-
-    def poll(self, batch_id: str) -> Any:
-        return self._do("poll")
-
-    def cancel(self, batch_id: str) -> Any:
-        return self._do("cancel")
-
-    def fetch(self, batch_id: str, folder: Path, call: Call) -> Iterator[BatchLine]:
-        if "fetch" in self.does:
-            self._do("fetch")
-        return iter(self.lines)
-
-    def discard(self, batch_id: str, uploaded: str | None) -> None:
-        self.discarded.append(uploaded)
-
-
-class Desk:
-    """A ledger of two requests, in memory, and what brings them through batches."""
-
-    def __init__(self) -> None:
-        self.database = duckdb.connect(":memory:")
-        cursor = self.database.cursor()
-        self.ledger = Ledger(DuckDBWarehouse(cursor, "memory", cursor.close), "ledger")
-        self.ledger.migrate()
-        self.ledger.write_spec(SpecRow(SPEC, 1, "fake/m", "t", "{}", "[]", "standard", "{}", "[]"))
-        self.ledger.write_items(
-            SPEC,
-            pa.table({"item_key": KEYS, "request_key": KEYS, "unique_key": KEYS}),
-            pa.table({"request_key": KEYS, "messages": ['[["user","hi"]]'] * 2}),
-        )
-        todo = {"request_key": KEYS, "position": [1, 2], "is_urgent": [False] * 2}
-        self.ledger.load_todo([pa.RecordBatch.from_pydict(todo)])
-        self.ledger.assign_lanes(
-            lane=Route.BATCH, urgent=Route.BATCH, last_try=Route.BATCH, max_item_failures=0
-        )
-        self.provider = Provider()
-        self.said: list[str] = []
-        self.judge = Judge(RETURNS, 3, Route.BATCH, "v")
-        self.batches = Batches(
-            self.ledger, self.provider, owner="me", judge_of=lambda shard: (self.judge, CALL),
-            say=self.said.append, warn=self.said.append,
-        )  # fmt: skip
-
-    def submit(self) -> str:
-        done = self.batches.submit(ORDER, CALL, (), self.judge, after=0, size=2)
-        assert done.shard is not None
-        return done.shard.shard_id
-
-    def bring_to(self, state: ShardState, *, until: datetime | None = None) -> str:
-        """Return the id of a shard that nobody looks after now, in an open state."""
-        if state is ShardState.SUBMITTING:
-            self.provider.does["create"] = batch.MaybeCreatedError("no reply")
-        shard_id = self.submit()
-        if state is ShardState.ENDED:
-            self.provider.does["poll"] = BatchStatus(
-                BatchState.COMPLETED, "completed", results_until=until
-            )
-            self.provider.does["fetch"] = BUSY
-            self.step(shard_id)
-        assert self.state(shard_id) is state
-        return shard_id
-
-    def step(self, shard_id: str) -> None:
-        self.batches.step(shard_id)
-
-    def state(self, shard_id: str) -> ShardState:
-        return self.ledger.read_batch(shard_id).state
-
-    def age(self, seconds: float) -> None:
-        moments = ("created_at", "intent_at", "intent_expires_at", "submitted_at", "ended_at")
-        sets = ", ".join(f"{each} = {each} - interval '{seconds} seconds'" for each in moments)
-        self.database.execute(f"update ledger.shards set {sets}")
-
-    @property
-    def claims(self) -> int:
-        return int(self.database.execute("select count(*) from ledger.claims").fetchall()[0][0])
-
-    @property
-    def outcomes(self) -> list[str]:
-        rows = self.database.execute("select outcome from ledger.attempts order by 1").fetchall()
-        return [outcome for (outcome,) in rows]
 
 
 @pytest.fixture
@@ -169,11 +38,6 @@ def desk() -> Iterator[Desk]:
     made = Desk()
     yield made
     made.database.close()
-
-
-def line(key: str, shard_id: str, text: str | None = '{"label":"a"}', **more: Any) -> BatchLine:
-    completion = Completion(key, text, FinishReason.STOP if text else None, **more)
-    return BatchLine(custom_id(key, shard_id), completion)
 
 
 # --- results that are not there -------------------------------------------------------------------

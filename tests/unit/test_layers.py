@@ -17,6 +17,7 @@ RANKS = {
     "validate": 2, "plan": 2,
     "backends": 3, "warehouse": 3, "emulate": 3,
     "progress": 4, "judging": 4, "carrying": 4, "figures": 4, "sizing": 4, "rendering": 4,
+    "project_names": 4,
     "counting": 5, "ingest": 5, "pricing": 5, "placement": 5, "asking": 5,
     "batches": 6,
     "collecting": 7,

@@ -221,6 +221,11 @@ def test_default_key_goes_to_the_own_origin_only(
     assert bool(check_endpoint(engine, OWN)) is needs_a_name
 
 
+def test_own_origin_is_named_without_the_port_that_goes_without_saying() -> None:
+    (mistake,) = check_endpoint({"base_url": "http://127.0.0.1:8089/v1"}, OWN)
+    assert "engine.base_url is not https://api.example.com, so the default key" in mistake.message
+
+
 @pytest.mark.parametrize("text", ["key abc-123 is bad", "key sk-proj-abcd****wxyz is bad"])
 def test_keys_are_scrubbed(text: str) -> None:
     assert scrub(text, "abc-123") == "key [key] is bad"

@@ -59,6 +59,37 @@ def test_wrong_param_is_a_mistake(params: dict[str, object], where: str, part: s
     assert part in mistakes[0].message
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("max_token", 5, "got 5"),
+        ("temprature", "warm", "got 'warm'"),
+        ("max_token", "abc", "got a value that is not shown"),
+        ("api_key", 5, "got a value that is not shown"),
+    ],
+)
+def test_unknown_param_is_shown_unless_it_may_be_a_secret(
+    name: str, value: object, shown: str
+) -> None:
+    (mistake,) = registry.check_model(LOCAL, {name: value}, {})
+    assert mistake.message.startswith(f"{shown}, but nothing of that name is known")
+
+
+@pytest.mark.parametrize(
+    ("params", "engine", "hint"),
+    [
+        ({"max_token": 5}, {}, "did you mean max_tokens? accepted: max_tokens"),
+        ({}, {"slot": 2}, "did you mean slots? accepted: context"),
+        ({"frobnicate": 1}, {}, "is known; accepted: max_tokens"),
+    ],
+)
+def test_typo_gets_the_name_that_comes_close(
+    params: dict[str, object], engine: dict[str, object], hint: str
+) -> None:
+    (mistake,) = registry.check_model(LOCAL, params, engine)
+    assert hint in mistake.message
+
+
 def test_good_params_pass() -> None:
     good = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["\n"], "max_tokens": 64}
     assert registry.check_model(LOCAL, good, {"slots": 2}) == []

@@ -8,7 +8,14 @@ import pytest
 
 from batchsql.emulate.bill import hash_content
 from batchsql.emulate.limits import read_limits
-from batchsql.emulate.script import Behaviour, Moment, Rule, Script, read_rules
+from batchsql.emulate.script import (
+    Behaviour,
+    Moment,
+    Rule,
+    Script,
+    check_endpoints,
+    read_rules,
+)
 from batchsql.emulate.timeline import Clock, Durations, Phase, Timeline
 from batchsql.errors import SpecError
 
@@ -53,10 +60,10 @@ def test_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("explode", "behaviour"),
-        ("drop when=now", "when"),
+        ("explode", "1 mistake in the rules\n  - rule 1, behaviour: got 'explode'; the behaviours"),
+        ("drop when=now", "rule 1, when: a rule has nothing of that name; it takes: behaviour"),
         ("drop count", "condition=value"),
-        ("drop count=0", "count"),
+        ("drop count=0", "rule 1, count: got '0'"),
         ("drop text='open", "cannot be read"),
         ("missing.yml", "cannot be read"),
     ],
@@ -64,6 +71,22 @@ def test_file_is_read(tmp_path: Path) -> None:
 def test_wrong_rule_is_refused(option: str, told: str) -> None:
     with pytest.raises(SpecError, match=told):
         read_rules(option)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_known"),
+    [(None, True), ("openai.chat", True), ("*.batches.*", True), ("openai.chatt", False)],
+)
+def test_rule_whose_endpoint_fits_no_operation_is_refused(
+    endpoint: str | None, is_known: bool
+) -> None:
+    rules = [Rule(behaviour="drop", endpoint=endpoint)]
+    operations = ["openai.chat", "google.batches.create"]
+    if is_known:
+        check_endpoints(rules, operations)
+        return
+    with pytest.raises(SpecError, match=r"'openai\.chatt'; the operations are: google"):
+        check_endpoints(rules, operations)
 
 
 def test_limits_are_read_and_all_mistakes_told() -> None:
