@@ -643,6 +643,13 @@ def test_wrong_options_are_mistakes(
         registry.open_batch_backend(MODEL, engine, Path())
 
 
+@pytest.mark.parametrize(("uri", "is_told"), [("s3://b/x", True), ("s3://UPPER/x", False)])
+def test_bucket_with_too_short_a_name_is_told(emulator: Emulator, uri: str, is_told: bool) -> None:
+    (mistake,) = registry.check_model(MODEL, {}, options(emulator, s3_uri=uri))
+    assert f"got '{uri}'" in mistake.message
+    assert ("a name of fewer than 3 characters" in mistake.message) is is_told
+
+
 def test_missing_sdk_names_the_extra(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"batchsql\[bedrock\]"):

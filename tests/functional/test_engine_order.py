@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from itertools import groupby
 
+import pytest
+
 from batchsql.candidate import LONGEST_FIRST
 from tests.support.project import Project
+from tests.support.workers import run, worker
 
 
+@pytest.mark.parametrize("runner", ["inline", "detached"])
 def test_engine_gets_the_longest_first_and_then_neighbours_with_one_beginning(
-    project: Project,
+    project: Project, runner: str
 ) -> None:
     kinds, sizes = ("bill", "bug", "idea"), (3, 5, 40, 300)
     texts = [
@@ -23,9 +27,12 @@ def test_engine_gets_the_longest_first_and_then_neighbours_with_one_beginning(
         for n, (kind, body) in enumerate(texts)
     )
     project.write("prompts/label.md", "user:\n{{ kind }}: {{ body }}\n")
-    project.model("labels", rows, llm={"engine": {"is_engine": True, "shard_requests": 7}})
-    result = project.run("run")
-    assert result.ok, result.output
+    engine = {"is_engine": True, "shard_requests": 7}
+    project.model("labels", rows, llm={"runner": runner, "engine": engine})
+    run(project)
+    if runner == "detached":
+        assert project.sent() == []
+        worker(project)
 
     by_key = dict(
         project.target.query(
