@@ -35,8 +35,10 @@ on_both = pytest.mark.parametrize(
         ("postgres", "openai"),
         ("duckdb", "anthropic"),
         ("postgres", "anthropic"),
+        ("duckdb", "google"),
         ("postgres", "google"),
         ("duckdb", "bedrock"),
+        ("postgres", "bedrock"),
     ],
     indirect=True,
 )
