@@ -96,6 +96,12 @@ def processes(prefix: str = "", of: int | None = None) -> list[tuple[int, str]]:
     return [(pid, command) for pid, command in found if command.startswith(prefix)]
 
 
+def engine_cores() -> list[int]:
+    """Return the engines' own processes that belong to Ray's actors, and to no other test."""
+    actors = [pid for pid, _ in processes(ENGINE_ACTOR)]
+    return [pid for actor in actors for pid, _ in processes(ENGINE_CORE, of=actor)]
+
+
 def running(pids: set[int]) -> dict[int, str]:
     """Return those of the processes that have not ended, with their names."""
     found = {}
@@ -211,7 +217,7 @@ def test_two_threads_with_different_calls_share_the_pool(checkpoint: Path) -> No
     assert all("label" in json.loads(c.text or "") for c in found["labels"])
     assert all("score" in json.loads(c.text or "") for c in found["scores"])
     # One pool for both; an engine of it may be on its way back from an earlier test.
-    lean.wait_for(lambda: len(processes(ENGINE_CORE)) == ACTORS, 120)
+    lean.wait_for(lambda: len(engine_cores()) == ACTORS, 120)
 
 
 def test_stop_ends_at_once_and_frees_the_engines(backend: RayBackend) -> None:
@@ -252,7 +258,7 @@ def test_killed_actor_costs_what_was_in_it(backend: RayBackend) -> None:
 
 def test_killed_engine_inside_an_actor_is_started_anew(backend: RayBackend) -> None:
     def kill() -> None:
-        os.kill(processes(ENGINE_CORE)[0][0], signal.SIGKILL)
+        os.kill(engine_cores()[0], signal.SIGKILL)
 
     deaths = backend.figures()["deaths"]
     check_once(take(backend, call_for(LABEL), 200, 60, kill), 200)
