@@ -216,8 +216,8 @@ def test_two_threads_with_different_calls_share_the_pool(checkpoint: Path) -> No
         thread.join()
     assert all("label" in json.loads(c.text or "") for c in found["labels"])
     assert all("score" in json.loads(c.text or "") for c in found["scores"])
-    # One pool for both; an engine of it may be on its way back from an earlier test.
-    lean.wait_for(lambda: len(engine_cores()) == ACTORS, 120)
+    # One pool for both, and no more engines than it has.
+    lean.wait_for(lambda: len(pool().status.slots) == ACTORS, 120)
 
 
 def test_stop_ends_at_once_and_frees_the_engines(backend: RayBackend) -> None:
